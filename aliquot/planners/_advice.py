@@ -67,15 +67,16 @@ def what_may_fit(
     times = problem.nodes.num_ops + 1
 
     def needed_bytes(of_batch: float, of_split: float, more: float = 0.0) -> float:
-        kept = [
-            (
-                p.alive,
-                p.num_bytes
-                * (of_batch if p.holds_batch else 1.0)
-                * (of_split if p.is_split else 1.0),
+        kept = []
+        for p in parts:
+            kept.append(
+                (
+                    p.alive,
+                    p.num_bytes
+                    * (of_batch if p.holds_batch else 1.0)
+                    * (of_split if p.is_split else 1.0),
+                )
             )
-            for p in parts
-        ]
         return float(alive_over_time(kept, times).max()) + more
 
     now, devices = problem.num_micro_batches, problem.cluster.num_devices
@@ -144,10 +145,11 @@ def _parts(priced: Priced, picks: NDArray[np.int64], growing_axis: int) -> list[
             for edge in edges
             for f in nodes.batch_factors[edge.source]
         )
-        targets = [
-            priced.edges[i].targets[priced.edges[i].target_index[picks[edge.target]]]
-            for i, edge in zip(conversion.edges, edges, strict=True)
-        ]
+        targets = []
+        for i, edge in zip(conversion.edges, edges, strict=True):
+            targets.append(
+                priced.edges[i].targets[priced.edges[i].target_index[picks[edge.target]]]
+            )
         is_split = all(t[growing_axis] >= 0 for t in targets)
         parts.append(_Part(conversion, num_bytes, holds_batch, is_split))
     return parts
@@ -169,10 +171,9 @@ def _leaves_out(spaces: Sequence[Space | TooLarge]) -> bool:
 
 def _can_split(problem: Problem, space: Space | TooLarge, role: Role) -> bool:
     """True if a space has a choice that splits an array of a role."""
-    nodes = {
-        port.node
-        for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True)
-        if item.role is role and port.node >= 0
-    }
+    nodes = set()
+    for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):
+        if item.role is role and port.node >= 0:
+            nodes.add(port.node)
     choices = space.choices
     return any((choices[n][space.allowed[n]] >= 0).any() for n in nodes)

@@ -26,16 +26,16 @@ from ._base import StageDecision
 def axis_uses(stage: StageDecision) -> dict[str, AxisUse]:
     """What each axis of more than one device splits of a stage's work, by its name."""
     mesh, work = stage.priced.mesh, _Work.of(stage)
-    return {
-        name: AxisUse(
-            **work.reads(axis),
-            gradients=work.gradients(axis),
-            batch=work.of_batch(axis),
-            exchanges=work.exchanges(axis),
-        )
-        for axis, (name, size) in enumerate(zip(mesh.axis_names, mesh.shape, strict=True))
-        if size > 1
-    }
+    found = {}
+    for axis, (name, size) in enumerate(zip(mesh.axis_names, mesh.shape, strict=True)):
+        if size > 1:
+            found[name] = AxisUse(
+                **work.reads(axis),
+                gradients=work.gradients(axis),
+                batch=work.of_batch(axis),
+                exchanges=work.exchanges(axis),
+            )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,10 +78,10 @@ class StageDecision:
     @property
     def choices(self) -> list[Choice]:
         """For each node, the factor that each mesh axis splits, or -1."""
-        return [
-            tuple(int(f) for f in table.choices[pick])
-            for table, pick in zip(self.priced.nodes, self.picks.tolist(), strict=True)
-        ]
+        found = []
+        for table, pick in zip(self.priced.nodes, self.picks.tolist(), strict=True):
+            found.append(tuple(int(f) for f in table.choices[pick]))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

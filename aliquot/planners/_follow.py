@@ -126,7 +126,9 @@ def _without(
     item, port = problem.graph.inputs[k], priced.graph.input_ports[k]
     rank = len(problem.graph.values[item.value].shape)
     table = priced.nodes[node].choices
-    specs = [without_partial(project(tuple(int(f) for f in c), port.projection)) for c in table]
+    specs = []
+    for c in table:
+        specs.append(without_partial(project(tuple(int(f) for f in c), port.projection)))
     chosen = specs[int(picks[node])]
     is_other_split = masks[node] & np.array([s != chosen for s in specs])
     if not is_other_split.any():

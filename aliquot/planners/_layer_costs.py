@@ -155,13 +155,14 @@ class LayerCosts:
         if self.whole is not None:
             return self.whole.least_compute_s
         alone = [solved[ONE_DEVICE] for solved in self.solutions]
-        seconds = [
-            0.0
-            if costs is None
-            else self.step.num_micro_batches * (costs.costs.forward_s + costs.costs.backward_s)
-            + costs.costs.once_s
-            for costs in alone
-        ]
+        seconds = []
+        for costs in alone:
+            seconds.append(
+                0.0
+                if costs is None
+                else self.step.num_micro_batches * (costs.costs.forward_s + costs.costs.backward_s)
+                + costs.costs.once_s
+            )
         return sum(seconds[kind] for kind in self.kinds)
 
     def chain(self, count: int, memory_limit_bytes: float) -> Chain:
@@ -243,13 +244,14 @@ class LayerCosts:
         collectives behind the compute of their neighbours). So those of a layer share what the
         layer costs as a whole, in proportion to what they cost alone.
         """
-        of_kind = [
-            [
-                getattr(found.costs, name) if found is not None else np.inf
-                for found in (solved[o.submesh, o.mesh_shape] for o in self.options)
-            ]
-            for solved in self.solutions
-        ]
+        of_kind = []
+        for solved in self.solutions:
+            of_kind.append(
+                [
+                    getattr(found.costs, name) if found is not None else np.inf
+                    for found in (solved[o.submesh, o.mesh_shape] for o in self.options)
+                ]
+            )
         alone = np.array([of_kind[kind] for kind in self.kinds], np.float64)
         if self.whole is None:
             return alone
@@ -298,11 +300,15 @@ def solve_layers(
     if step.semantics == "independent":
         groups = set()
     can_be_cut = functools.cache(lambda parts: traces_in_groups(step.graph, parts, 1))
-    can_trace = {n: all(can_be_cut(count * n) for count in counts_above_1) for n in groups}
+    can_trace = {}
+    for n in groups:
+        can_trace[n] = all(can_be_cut(count * n) for count in counts_above_1)
     options = [o for o in options if can_trace.get(o.mesh_shape[0], True)]
     staged = stage_layers(step.part, step.layers, range(len(step.layers)))
     op_class = find_repeats(step.part).op_class
-    by_layer = [tuple([int(op_class[k]) for k in ops]) for ops in ops_of_layers(staged)]
+    by_layer = []
+    for ops in ops_of_layers(staged):
+        by_layer.append(tuple([int(op_class[k]) for k in ops]))
     units = list(copies or range(len(step.layers)))
     numbers: dict[tuple[int, ...], int] = {}
     # Kinds are numbered in the order of the units, so that chains do not depend on the order of
@@ -413,17 +419,18 @@ def _without_operators(problem: Problem) -> Problem:
     to the helper process is quick.
     """
     graph, nodes = problem.graph, problem.nodes
-    ops = [
-        replace(
-            op,
-            inputs=tuple([i for i in op.inputs if isinstance(i, int)]),
-            params={},
-            scope="",
-            eqn=None,
-        )
-        for op in graph.ops
-        if op.phase is not Phase.UPDATE
-    ]
+    ops = []
+    for op in graph.ops:
+        if op.phase is not Phase.UPDATE:
+            ops.append(
+                replace(
+                    op,
+                    inputs=tuple([i for i in op.inputs if isinstance(i, int)]),
+                    params={},
+                    scope="",
+                    eqn=None,
+                )
+            )
     block = Block(inputs=(), items=(), outputs=())
     graph = replace(
         graph, values=(), ops=tuple(ops), body=block, constants={}, calling=None, split=None

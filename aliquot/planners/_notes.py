@@ -82,12 +82,11 @@ def _first_of(names: Sequence[str]) -> str:
 
 def _likely_mistakes(stages: Sequence[StageDecision]) -> Iterator[str]:
     """Large arrays that the step does not take as arguments, and a step that updates nothing."""
-    constants = {
-        math.prod(getattr(constant, "shape", ())) * constant.dtype.itemsize
-        for stage in stages
-        for constant in stage.problem.graph.constants.values()
-        if hasattr(constant, "dtype")
-    }
+    constants = set()
+    for stage in stages:
+        for constant in stage.problem.graph.constants.values():
+            if hasattr(constant, "dtype"):
+                constants.add(math.prod(getattr(constant, "shape", ())) * constant.dtype.itemsize)
     largest = max(constants, default=0)
     if largest >= _LARGE_BYTES:
         yield (

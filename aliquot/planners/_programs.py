@@ -222,12 +222,11 @@ def as_one_program(chains: Sequence[Chain]) -> OneProgram | None:
     """The estimate of a step as one program, from prices of its layers; None if they cannot run on
     all devices.
     """
-    seconds = [
-        (_layers_s(chain, k), option.mesh_shape, chain.num_micro_batches)
-        for chain in chains
-        for k, option in enumerate(chain.options)
-        if option.num_devices == chain.num_devices
-    ]
+    seconds = []
+    for chain in chains:
+        for k, option in enumerate(chain.options):
+            if option.num_devices == chain.num_devices:
+                seconds.append((_layers_s(chain, k), option.mesh_shape, chain.num_micro_batches))
     # Ties go to the smallest tuple, so that the answer does not depend on the order of chains.
     least_s, mesh_shape, count = min(seconds, default=(math.inf, (), 1))
     if not math.isfinite(least_s):

@@ -73,10 +73,9 @@ def is_too_large(problem: Problem, count: int) -> bool:
     nodes = problem.nodes
     sizes = problem.graph.batch_sizes
     # Factors that the batch's size divides grow with a larger micro-batch.
-    batch_factors = [
-        {f for f in factors if sizes and node.factors[f].size % sizes[0] == 0}
-        for node, factors in zip(nodes.nodes, nodes.batch_factors, strict=True)
-    ]
+    batch_factors = []
+    for node, factors in zip(nodes.nodes, nodes.batch_factors, strict=True):
+        batch_factors.append({f for f in factors if sizes and node.factors[f].size % sizes[0] == 0})
     growth = problem.num_micro_batches / count
     live_ranges = []
     for r in problem.residents:

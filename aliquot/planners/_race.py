@@ -281,11 +281,14 @@ class Race:
             times = _peak_bytes(best) / _peak_bytes(other)
             if other.step_time_s <= limit_s and times > _MUCH_MEMORY:
                 passed_over = f"hardly faster, and needs {times:.1f} times the memory"
-                candidates = [
-                    replace(c, outcome=passed_over) if c.step_time_s == best.step_time_s else c
-                    for c in best.candidates
-                    if c.name != entry.space.name
-                ]
+                candidates = []
+                for c in best.candidates:
+                    if c.name != entry.space.name:
+                        candidates.append(
+                            replace(c, outcome=passed_over)
+                            if c.step_time_s == best.step_time_s
+                            else c
+                        )
                 return replace(other, candidates=(*other.candidates, *candidates))
         return best
 

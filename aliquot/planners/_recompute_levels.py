@@ -71,12 +71,11 @@ def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
     repeating frees nothing.
     """
     increments = [_increments(costs, kind) for kind in range(len(costs.problems))]
-    weighted = [
-        # The bytes count once for each layer of the kind.
-        (i.bytes_per_s, i.freed_bytes * list(costs.kinds).count(kind))
-        for kind, of_kind in enumerate(increments)
-        for i in of_kind
-    ]
+    weighted = []
+    # The bytes count once for each layer of the kind.
+    for kind, of_kind in enumerate(increments):
+        for i in of_kind:
+            weighted.append((i.bytes_per_s, i.freed_bytes * list(costs.kinds).count(kind)))
     # Thresholds on the bytes freed per second of repeated work, the highest first, each of which
     # lets about an equal part more of all freeable bytes be freed.
     ordered = sorted(weighted, reverse=True)
@@ -90,9 +89,9 @@ def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
             worth for (worth, _), freed in zip(ordered, sums, strict=True) if freed >= wanted
         ][:1]
     least = list(dict.fromkeys(least))
-    nodes = [
-        [_worth_repeating(of_kind, threshold) for of_kind in increments] for threshold in least
-    ]
+    nodes = []
+    for threshold in least:
+        nodes.append([_worth_repeating(of_kind, threshold) for of_kind in increments])
     return RecomputeLevels(nodes=nodes, step_ops=[_step_ops(costs, of_level) for of_level in nodes])
 
 

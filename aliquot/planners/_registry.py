@@ -89,11 +89,11 @@ class PipelineOptions:
     @property
     def given(self) -> list[str]:
         """The options that are set and that only pipelines have."""
-        return [
-            f"--{name}"
-            for name in ("stages", "schedule", "layers", "within")
-            if getattr(self, name) is not None
-        ]
+        found = []
+        for name in ("stages", "schedule", "layers", "within"):
+            if getattr(self, name) is not None:
+                found.append(f"--{name}")
+        return found
 
 
 def method_by_name(

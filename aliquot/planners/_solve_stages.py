@@ -236,10 +236,11 @@ class _Stages:
             return None
         inner, units = self.priced.sketch.layers.inner, chain.num_units
         bounds = [k for k in range(units + 1) if k not in inner]
-        stages = [
-            replace(s, first_unit=bounds[s.first_unit], last_unit=bounds[s.last_unit])
-            for s in found.stages
-        ]
+        stages = []
+        for s in found.stages:
+            stages.append(
+                replace(s, first_unit=bounds[s.first_unit], last_unit=bounds[s.last_unit])
+            )
         return judge_stages(chain, stages, found.schedule, num_submeshes=found.num_submeshes)
 
     def solve(
@@ -272,10 +273,12 @@ class _Stages:
                 task.progress(f"stage {first} on {options[first].name}", len(solved), len(options))
             # Activations of the other micro-batches in flight reduce the memory left to the one
             # that runs.
-            other_bytes = [
-                proposal.figures[k].held_bytes * (1 - 1 / max(1.0, proposal.figures[k].in_flight))
-                for k in members
-            ]
+            other_bytes = []
+            for k in members:
+                other_bytes.append(
+                    proposal.figures[k].held_bytes
+                    * (1 - 1 / max(1.0, proposal.figures[k].in_flight))
+                )
             solution = self.solve_whole(
                 staged.extracts[first],
                 options[first],

@@ -54,7 +54,10 @@ def describe(plan: Plan, width: int | None = None, *, every: bool = False) -> st
     lines += ["", *_facts([row for name in _WHY for row in rows.pop(name, [])], prose)]
     for section in tried:
         lines += ["", *_laid_out(section, fits)]
-    costs = [row for name in _COSTS for row in rows.pop(name, [])]
+    costs = []
+    for name in _COSTS:
+        for row in rows.pop(name, []):
+            costs.append(row)
     lines += ["", *_facts([*costs, *(row for each in rows.values() for row in each)], prose)]
     for section in shown:
         if section not in tried and (every or section.kind not in _DETAILS):
@@ -125,9 +128,8 @@ def _table(section: Section, width: int | None) -> list[str]:
     for row in cells:
         parts = [broken(cell, w) for cell, w in zip(row, widths, strict=True)]
         for texts in itertools.zip_longest(*parts, fillvalue=""):
-            padded = [
-                t.rjust(w) if k in section.right else t.ljust(w)
-                for k, (t, w) in enumerate(zip(texts, widths))
-            ]
+            padded = []
+            for k, (t, w) in enumerate(zip(texts, widths)):
+                padded.append(t.rjust(w) if k in section.right else t.ljust(w))
             lines.append("  " + "  ".join(padded).rstrip())
     return lines

@@ -83,7 +83,9 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     Operators inside stages are compared only if both plans cut the step into the same stages;
     otherwise operators with the same name may be different ones.
     """
-    cuts = [[stage.layer_names for stage in plan.stages] for plan in (before, after)]
+    cuts = []
+    for plan in (before, after):
+        cuts.append([stage.layer_names for stage in plan.stages])
     same_cut = cuts[0] == cuts[1]
     changes = [*_changes("decision", _decisions(before, same_cut), _decisions(after, same_cut))]
     changes += _changes("prediction", _predictions(before), _predictions(after))
@@ -194,9 +196,9 @@ def _predictions(plan: Plan) -> dict[str, Term]:
 def _flat(name: str, value: Any) -> dict[str, Term]:
     """Nested mappings as single terms with dotted names."""
     if isinstance(value, Mapping):
-        return {
-            path: term
-            for key, item in value.items()
-            for path, term in _flat(f"{name}.{key}", item).items()
-        }
+        found = {}
+        for key, item in value.items():
+            for path, term in _flat(f"{name}.{key}", item).items():
+                found[path] = term
+        return found
     return {name: value if isinstance(value, str | int | float | None) else str(value)}

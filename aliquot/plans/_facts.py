@@ -278,10 +278,9 @@ def micro_batches(plan: Plan) -> str:
     for path, rule in plan.combine.items():
         if rule != _EQUAL:
             by_rule.setdefault(rule, []).append(path)
-    told = [
-        f"output {paths[0]} is" if len(paths) == 1 else f"{len(paths)} outputs are"
-        for paths in by_rule.values()
-    ]
+    told = []
+    for paths in by_rule.values():
+        told.append(f"output {paths[0]} is" if len(paths) == 1 else f"{len(paths)} outputs are")
     rules = [
         " ".join([who, *(_COMBINED.get(word, word) for word in rule.split()), "over them"])
         for who, rule in zip(told, by_rule, strict=True)

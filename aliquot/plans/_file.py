@@ -294,18 +294,20 @@ def _laid_out(value: Any, margin: str) -> str:
     inner = margin + "  "
     if is_list:
         names = [_neighbours(item) for item in value]
-        items = [
-            json.dumps(item, ensure_ascii=False) if _depth(item) <= 2 else _laid_out(item, inner)
-            for item in value
-        ]
+        items = []
+        for item in value:
+            items.append(
+                json.dumps(item, ensure_ascii=False)
+                if _depth(item) <= 2
+                else _laid_out(item, inner)
+            )
     else:
         # Of a table of splits, or of rules for outputs, the names are paths of arrays.
         is_table = len({type(item) for item in inside}) == 1 and _depth(value) <= 3
         names = [_layer(key) if is_table else "" for key in value]
-        items = [
-            f"{json.dumps(key, ensure_ascii=False)}: {_laid_out(v, inner)}"
-            for key, v in value.items()
-        ]
+        items = []
+        for key, v in value.items():
+            items.append(f"{json.dumps(key, ensure_ascii=False)}: {_laid_out(v, inner)}")
     layers = [name or str(k) for k, name in enumerate(names)]
     lines = [
         inner + ", ".join(item for _, item in group)

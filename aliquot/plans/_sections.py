@@ -151,10 +151,9 @@ def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
 def _tried(plan: Plan, most: int) -> Section:
     """Plans that the search tried: the fastest first, those that it did not price last."""
     chosen = chosen_candidate(plan)
-    priced = [
-        (_number(c.get("step_time_s")), _told(plan, c, number == chosen))
-        for number, c in enumerate(plan.provenance.candidates)
-    ]
+    priced = []
+    for number, c in enumerate(plan.provenance.candidates):
+        priced.append((_number(c.get("step_time_s")), _told(plan, c, number == chosen)))
     # What was not searched may promise less than the plan, and is none.
     priced.sort(
         key=lambda pair: (
@@ -162,16 +161,17 @@ def _tried(plan: Plan, most: int) -> Section:
             float("inf") if pair[0] is None else pair[0],
         )
     )
-    rows = [
-        (
-            str(candidate.get("name", "")),
-            mesh_of(candidate),
-            _seconds(step_time_s),
-            _seconds(_number(candidate.get("lower_bound_s"))),
-            str(candidate.get("outcome", "")),
+    rows = []
+    for step_time_s, candidate in priced:
+        rows.append(
+            (
+                str(candidate.get("name", "")),
+                mesh_of(candidate),
+                _seconds(step_time_s),
+                _seconds(_number(candidate.get("lower_bound_s"))),
+                str(candidate.get("outcome", "")),
+            )
         )
-        for step_time_s, candidate in priced
-    ]
     section = Section(
         kind=SectionKind.TRIED,
         title="Tried in the search (predicted)"
@@ -214,7 +214,10 @@ def explained_names(names: Iterable[str]) -> list[str]:
     names = list(names)
     words = dict.fromkeys(name.partition(",")[0].partition(" ")[0] for name in names)
     lines = [f"{word}: {_METHODS[word]}." for word in words if word in _METHODS]
-    told = [remark for remark in _REMARKS if any(remark in name for name in names)]
+    told = []
+    for remark in _REMARKS:
+        if any(remark in name for name in names):
+            told.append(remark)
     return lines + [f"{remark}: {_REMARKS[remark]}." for remark in told]
 
 

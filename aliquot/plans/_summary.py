@@ -56,10 +56,11 @@ DATA_SHEET_ALONE = "the device is known by its data sheet alone"
 
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     """Decisions and predicted speed, as pairs of a name and a text."""
-    rows = [
-        ("parallelism", f"pipeline: {which}, {plan.schedule}; {roles}" if which else roles)
-        for which, roles in parallelism(plan)
-    ]
+    rows = []
+    for which, roles in parallelism(plan):
+        rows.append(
+            ("parallelism", f"pipeline: {which}, {plan.schedule}; {roles}" if which else roles)
+        )
     if how := recomputation(plan):
         rows.append(("recomputation", how))
     if attends := _ATTENTION.get(str(plan.model.settings.get("attention"))):
@@ -123,11 +124,10 @@ def recomputation(plan: Plan) -> str:
     """
     counts = Counter(stage.recompute for stage in plan.stages)
     words = {"stage": "everything", "operators": "some operators"}
-    told = [
-        f"{what} in {counts[kind]} of {len(plan.stages)} stages"
-        for kind, what in words.items()
-        if counts[kind]
-    ]
+    told = []
+    for kind, what in words.items():
+        if counts[kind]:
+            told.append(f"{what} in {counts[kind]} of {len(plan.stages)} stages")
     how = layers_recompute(plan)
     name, every = recompute_parts(how) if isinstance(how, str) else ("", 1)
     if name in ("", "none"):

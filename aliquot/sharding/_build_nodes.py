@@ -257,10 +257,11 @@ def _sites(naming: NodeIndex) -> list[Site]:
         result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
         # Products read through transposes: what is converted for them is the array before the
         # transpose.
-        feeds_product = [
-            v in readers and cuts.home(v) is not None and op.name != "transpose"
-            for v in result_classes
-        ]
+        feeds_product = []
+        for v in result_classes:
+            feeds_product.append(
+                v in readers and cuts.home(v) is not None and op.name != "transpose"
+            )
         # Without pins on both sides the compiler would gather what is to be exchanged.
         exchanged = [
             exchange.at(True, k) >= 0 and v not in cuts.exchanges.uneven

@@ -383,7 +383,9 @@ def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
     """
     value_class = cuts.folding.value_class
     made = [[int(value_class[o]) for o in op.outputs if o >= 0] for op in cuts.first]
-    reads = [[v for _, v, _ in cuts.operands(c)] for c in range(len(cuts.first))]
+    reads = []
+    for c in range(len(cuts.first)):
+        reads.append([v for _, v, _ in cuts.operands(c)])
     rearranging = [rearranges(op) for op in cuts.first]
     adding = [traits_of(op.name).adds for op in cuts.first]
     # Sums of products alone need no other cut than those behind the products.

@@ -105,7 +105,9 @@ def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
     # Single dims need no agreement with other operands, and are most of what an operator lets
     # split.
     for size in sorted({n for shape in shapes for n in shape if n > 1}):
-        dims_of_size = [[d for d, n in enumerate(shape) if n == size] for shape in shapes]
+        dims_of_size = []
+        for shape in shapes:
+            dims_of_size.append([d for d, n in enumerate(shape) if n == size])
         yield from (frozenset({(k, d)}) for k, dims in enumerate(dims_of_size) for d in dims)
         seen: set[Places] = set()
         for from_end in (False, True):
@@ -304,10 +306,15 @@ def _cut(arrays: Sequence[NDArray[Any]], places: Places, at: int) -> list[list[N
     Arrays that have none of the dims are whole in both.
     """
     dims = dict(places)
-    return [
-        [a[(slice(None),) * dims[k] + (piece,)] if k in dims else a for k, a in enumerate(arrays)]
-        for piece in (slice(None, at), slice(at, None))
-    ]
+    found = []
+    for piece in (slice(None, at), slice(at, None)):
+        found.append(
+            [
+                a[(slice(None),) * dims[k] + (piece,)] if k in dims else a
+                for k, a in enumerate(arrays)
+            ]
+        )
+    return found
 
 
 def _same(results: Sequence[NDArray[Any]], wanted: Sequence[NDArray[Any]]) -> bool:

@@ -344,10 +344,9 @@ def shards_of(choice: Choice, split_by: SplitBy, axis_sizes: Sequence[int]) -> i
 
 def operators_of(nodes: NodeGraph, products: Collection[NodeId]) -> frozenset[OpId]:
     """The operators that some products' nodes stand for."""
-    classes = {
-        site.op_class
-        for site in nodes.sites
-        if site.results and site.results[0] and site.results[0][0].node in products
-    }
+    classes = set()
+    for site in nodes.sites:
+        if site.results and site.results[0] and site.results[0][0].node in products:
+            classes.add(site.op_class)
     numbers = (number for number, op_class in enumerate(nodes.op_class) if op_class in classes)
     return frozenset(cast("Iterator[OpId]", numbers))

@@ -178,13 +178,12 @@ class _PinMaker:
     token_sums: dict[int, tuple[Spec | None, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
-        found = {
-            token_sum.op_class: tuple(
-                None if p is None else self.spec(p) for p in token_sum.operands
-            )
-            for token_sum in self.nodes.token_sums
-            if any(token_sum.is_split(self.choices, axis) for axis in self.context_axes)
-        }
+        found = {}
+        for token_sum in self.nodes.token_sums:
+            if any(token_sum.is_split(self.choices, axis) for axis in self.context_axes):
+                found[token_sum.op_class] = tuple(
+                    None if p is None else self.spec(p) for p in token_sum.operands
+                )
         object.__setattr__(self, "token_sums", found)
 
     def spec(self, port: Port) -> Spec:

@@ -94,7 +94,9 @@ def _renumbered(source: Spec, target: Spec) -> tuple[Spec, Spec]:
     The collectives depend on the order of dims alone, so that one entry of the cache serves arrays
     of all ranks.
     """
-    dims = {d: k for k, d in enumerate(sorted({p for p in (*source, *target) if p >= 0}))}
+    dims = {}
+    for k, d in enumerate(sorted({p for p in (*source, *target) if p >= 0})):
+        dims[d] = k
     sums = {
         p: PARTIAL - k
         for k, p in enumerate(sorted({p for p in (*source, *target) if p <= PARTIAL}, reverse=True))
@@ -252,7 +254,10 @@ def minor_axes(source: Spec, summed: Spec) -> tuple[int, ...]:
     axes = range(len(source))
     scattered = [a for a in axes if source[a] <= PARTIAL and summed[a] >= 0]
     # An earlier axis is the major one anyway.
-    dims = {summed[a] for a in scattered if any(source[b] == summed[a] for b in axes[a:])}
+    dims = set()
+    for a in scattered:
+        if any(source[b] == summed[a] for b in axes[a:]):
+            dims.add(summed[a])
     return tuple(a for a in scattered if summed[a] in dims)
 
 

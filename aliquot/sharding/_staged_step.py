@@ -106,11 +106,10 @@ def layer_step(
         )
         part, combine = in_stages(plan.part), plan.combine
         handed_on = plan.phased.handed_on if plan.phased else ()
-        dims = {
-            ValueId(v): spec.dim
-            for v, spec in enumerate(plan.specs)
-            if spec.kind is TimeKind.CONCATENATE
-        }
+        dims = {}
+        for v, spec in enumerate(plan.specs):
+            if spec.kind is TimeKind.CONCATENATE:
+                dims[ValueId(v)] = spec.dim
     return LayeredStep(
         graph=graph,
         part=part,

@@ -99,7 +99,10 @@ def steps(now: Tiling, target: Tiling) -> tuple[Step, ...]:
     common = {
         d: _take(atoms, math.gcd(_product(atoms), want.get(d, 1)))[0] for d, atoms in now.dims
     }
-    kept = {a for atoms in common.values() for a in atoms}
+    kept = set()
+    for atoms in common.values():
+        for a in atoms:
+            kept.add(a)
     repeated = [a for _, atoms in now.dims for a in atoms if a not in kept]
     coarser = _tiling(common, (*now.repeated, *repeated))
     rest = _steps(coarser, target)
@@ -263,7 +266,10 @@ def _move(now: Tiling, source: int, sink: int, group: int) -> Tiling:
 
 
 def _all_to_all(before: Tiling, after: Tiling, group: int) -> Step:
-    old = {(d, a) for d, atoms in before.dims for a in atoms}
+    old = set()
+    for d, atoms in before.dims:
+        for a in atoms:
+            old.add((d, a))
     moved = [a for d, atoms in after.dims for a in atoms if (d, a) not in old]
     return Step(kind="all-to-all", axes=_axes(moved), group=group, tiles=before.tiles)
 

@@ -127,11 +127,10 @@ class ManualStages(AbstractInter):
 
     def _stages(self, chain: AbstractChain) -> list[StageChoice]:
         names = [option.name for option in chain.options]
-        faults = [
-            f"stage {k} has an unknown option {o!r}: {nearest(o, names)}"
-            for k, o in enumerate(self.options)
-            if isinstance(o, str) and o not in names
-        ]
+        faults = []
+        for k, o in enumerate(self.options):
+            if isinstance(o, str) and o not in names:
+                faults.append(f"stage {k} has an unknown option {o!r}: {nearest(o, names)}")
         faults += [
             f"stage {k} has option {o}, but there are {len(names)}, from 0 on"
             for k, o in enumerate(self.options)

@@ -125,11 +125,11 @@ class Within:
     def parts(self) -> Sequence[Within]:
         """Each restriction alone."""
         free = Within()
-        return [
-            replace(free, **{f.name: getattr(self, f.name)})
-            for f in fields(self)
-            if getattr(self, f.name) != getattr(free, f.name)
-        ]
+        found = []
+        for f in fields(self):
+            if getattr(self, f.name) != getattr(free, f.name):
+                found.append(replace(free, **{f.name: getattr(self, f.name)}))
+        return found
 
     @property
     def restricts_splits(self) -> bool:
@@ -220,11 +220,10 @@ class Restricted(AbstractRule):
         if not within.allows((cluster.num_hosts, cluster.devices_per_host), mesh):
             return []
         kinds = kinds_of(problem)
-        projections = [
-            (port.node, port.projection)
-            for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True)
-            if item.role is Role.PARAMETER and not within.replicated_parameters
-        ]
+        projections = []
+        for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):
+            if item.role is Role.PARAMETER and not within.replicated_parameters:
+                projections.append((port.node, port.projection))
         choices = self.rest.stage_choices(problem, mesh_shape, data_axes)
         if choices is None:
             choices = regular_choices(problem.nodes, kinds, mesh_shape, data_axes)

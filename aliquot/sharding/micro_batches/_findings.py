@@ -111,10 +111,10 @@ class Findings:
 
     def _result_shapes(self, op: Op) -> list[tuple[Shape, Shape]]:
         other = self.part.ops[op.index].eqn.outvars
-        return [
-            (tuple(a.aval.shape), tuple(b.aval.shape))
-            for a, b in zip(op.eqn.outvars, other, strict=True)
-        ]
+        found = []
+        for a, b in zip(op.eqn.outvars, other, strict=True):
+            found.append((tuple(a.aval.shape), tuple(b.aval.shape)))
+        return found
 
     def same_results(self, op: Op) -> bool:
         """True if all results are as large on a part as on the whole batch."""

@@ -322,11 +322,10 @@ def _refusal(
         for later in graph.ops[op.index + 1 :]:
             if any(isinstance(i, int) and i in reached for i in later.inputs):
                 reached.update(out for out in later.outputs if out >= 0)
-        paths = [
-            o.path or "the result"
-            for o in graph.outputs
-            if isinstance(o.value, int) and o.value in reached
-        ]
+        paths = []
+        for o in graph.outputs:
+            if isinstance(o.value, int) and o.value in reached:
+                paths.append(o.path or "the result")
         # A gradient's way through a loop is hidden from this walk; the first result then stands for
         # all.
         first = paths[0] if paths else graph.outputs[0].path

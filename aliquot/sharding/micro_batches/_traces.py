@@ -55,11 +55,10 @@ def _traced(
             " none of its arguments is an array that each step gets anew. Use num_micro_batches=1."
         )
     groups = f" on {num_groups} data-parallel groups" if num_groups > 1 else ""
-    wrong = [
-        f"{item.path} holds {graph.values[item.value].shape[0]}"
-        for item in batch
-        if graph.values[item.value].shape[0] % parts
-    ]
+    wrong = []
+    for item in batch:
+        if graph.values[item.value].shape[0] % parts:
+            wrong.append(f"{item.path} holds {graph.values[item.value].shape[0]}")
     if num_micro_batches < 1 or wrong:
         raise InputError(
             f"num_micro_batches={num_micro_batches}{groups} needs a batch that is a multiple of"
@@ -157,14 +156,16 @@ _FLOATS = ("float", "bfloat", "complex")
 
 def _arithmetic(graph: Graph) -> list[str]:
     """The operators that compute with floats, in program order."""
-    return [
-        op.name
-        for op in graph.ops
-        if op.name not in _PLACES
-        and traits_of(op.name).moves is None
-        and not op.is_link
-        and any(graph.values[o].dtype.startswith(_FLOATS) for o in op.outputs if o >= 0)
-    ]
+    found = []
+    for op in graph.ops:
+        if (
+            op.name not in _PLACES
+            and traits_of(op.name).moves is None
+            and not op.is_link
+            and any(graph.values[o].dtype.startswith(_FLOATS) for o in op.outputs if o >= 0)
+        ):
+            found.append(op.name)
+    return found
 
 
 def _trace(graph: Graph, size: int, *, own: bool = False) -> Graph:
@@ -265,9 +266,11 @@ def _other_parameter(a: Op, b: Op) -> str:
         if key in _OF_DIMS and x is not None and y is not None and len(x) == len(y):
             pairs = [(a.eqn.invars[0].aval.shape, b.eqn.invars[0].aval.shape)]
             pairs.append((a.eqn.outvars[0].aval.shape, b.eqn.outvars[0].aval.shape))
-            cut = {
-                d for m, n in pairs for d, (i, j) in enumerate(zip(m, n, strict=False)) if i != j
-            }
+            cut = set()
+            for m, n in pairs:
+                for d, (i, j) in enumerate(zip(m, n, strict=False)):
+                    if i != j:
+                        cut.add(d)
             if all(d in cut or x[d] == y[d] for d in range(len(x))):
                 continue
         return (

@@ -127,7 +127,11 @@ def written_in_place(parts: MicroBatchGraphs, graph: Graph, staging: Staging) ->
     """
     if any(op.phase is Phase.BACKWARD for op in graph.ops):
         return parts
-    elsewhere = {i for part in (parts.early, parts.late) for k in items_of(part) for i in k.inputs}
+    elsewhere = set()
+    for part in (parts.early, parts.late):
+        for k in items_of(part):
+            for i in k.inputs:
+                elsewhere.add(i)
     returned = [o.value for o in graph.outputs]
     pairs = []
     for item in graph.inputs:
@@ -135,11 +139,10 @@ def written_in_place(parts: MicroBatchGraphs, graph: Graph, staging: Staging) ->
         if item.role is Role.BATCH or not isinstance(new, int) or new not in parts.crossing:
             continue
         before, after = graph.values[v], graph.values[new]
-        users = {
-            stage
-            for each, stage in zip(staging.items, staging.stage, strict=True)
-            if v in each.inputs or new in each.outputs
-        }
+        users = set()
+        for each, stage in zip(staging.items, staging.stage, strict=True):
+            if v in each.inputs or new in each.outputs:
+                users.add(stage)
         if (
             (before.shape, before.dtype) == (after.shape, after.dtype)
             and returned.count(new) == 1

@@ -75,7 +75,10 @@ def phase_parts(graph: Graph) -> MicroBatchGraphs:
     given = [i.value for i in graph.inputs]
     body = [item for item in items if item.phase is not Phase.UPDATE]
     late = [item for item in items if item.phase is Phase.UPDATE]
-    made_in_body = {o for item in body for o in item.outputs}
+    made_in_body = set()
+    for item in body:
+        for o in item.outputs:
+            made_in_body.add(o)
     wanted = {i for item in late for i in item.inputs} | {
         o.value for o in graph.outputs if isinstance(o.value, int)
     }
@@ -201,12 +204,11 @@ def _mixed(by_stage: Sequence[StagePrograms]) -> StagePrograms:
     nothing.
     """
     first = by_stage[0]
-    by_key = {
-        (p.stage, p.part, p.round): p
-        for k, cut in enumerate(by_stage)
-        for p in cut.programs
-        if p.stage == k
-    }
+    by_key = {}
+    for k, cut in enumerate(by_stage):
+        for p in cut.programs:
+            if p.stage == k:
+                by_key[(p.stage, p.part, p.round)] = p
     programs = [by_key[p.stage, p.part, p.round] for p in first.programs]
     useful = tuple(p for p in programs if p.exports or p.totals or p.stacked or p.handed_on)
     return StagePrograms(

@@ -162,14 +162,18 @@ def _candidates(variants: Sequence[Variant], plan: ChainPlan) -> list[Candidate]
         if not in_order or stage.unit_options:
             return []
         devices += variants[0].chain.options[stage.option].num_devices
-    return [
-        Candidate(
-            variant=k,
-            options=tuple(stage.option for stage in plan.stages),
-            units=tuple(stage.last_unit - stage.first_unit for stage in plan.stages),
-            num_submeshes=plan.num_submeshes,
-        )
-        for k, variant in enumerate(variants)
-        if variant.schedule == plan.schedule
-        and variant.chain.num_micro_batches == plan.num_micro_batches
-    ]
+    found = []
+    for k, variant in enumerate(variants):
+        if (
+            variant.schedule == plan.schedule
+            and variant.chain.num_micro_batches == plan.num_micro_batches
+        ):
+            found.append(
+                Candidate(
+                    variant=k,
+                    options=tuple(stage.option for stage in plan.stages),
+                    units=tuple(stage.last_unit - stage.first_unit for stage in plan.stages),
+                    num_submeshes=plan.num_submeshes,
+                )
+            )
+    return found

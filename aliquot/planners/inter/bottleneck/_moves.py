@@ -130,15 +130,18 @@ class Neighbours:
     def _rounds(self, v: int) -> list[tuple[int, ...]]:
         """Numbers of devices of interleaved stages, on equal submeshes."""
         chain = self.variants[v].chain
-        return [
-            (size,) * (chunks * submeshes)
-            for size in self.options[v]
-            for submeshes in (chain.num_devices // size,)
-            if submeshes > 1 and submeshes * size == chain.num_devices
-            if all(chain.fits_at(k * size, size) for k in range(submeshes))
-            for chunks in range(2, self._most_chunks + 1)
-            if self._may_have(chunks * submeshes)
-        ]
+        found = []
+        for size in self.options[v]:
+            for submeshes in (chain.num_devices // size,):
+                if (
+                    submeshes > 1
+                    and submeshes * size == chain.num_devices
+                    and all(chain.fits_at(k * size, size) for k in range(submeshes))
+                ):
+                    for chunks in range(2, self._most_chunks + 1):
+                        if self._may_have(chunks * submeshes):
+                            found.append((size,) * (chunks * submeshes))
+        return found
 
     def _may_have(self, num_stages: int) -> bool:
         return num_stages <= self._most_stages and self._num_stages in (None, num_stages)
@@ -198,7 +201,11 @@ def _shares(devices: int) -> list[tuple[int, ...]]:
     sizes = [2**k for k in range(devices.bit_length()) if 2**k <= devices]
     if devices > _MOST_ORDERED:
         return [(size,) * (devices // size) for size in sizes if devices % size == 0]
-    return [(size, *rest) for size in sizes for rest in _shares(devices - size)]
+    found = []
+    for size in sizes:
+        for rest in _shares(devices - size):
+            found.append((size, *rest))
+    return found
 
 
 def _parts(devices: int, count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -230,7 +230,7 @@ class Relief:
         peak_bytes = quoted.peak_bytes.max(axis=1)
         excess = np.maximum(peak_bytes - chain.memory_limit_bytes, 0.0)
         rows = zip(excess.tolist(), step_s.tolist(), stage_s, quoted.peak_bytes, strict=True)
-        return [
-            Score(excess_bytes=over, step_s=seconds, stage_s=times, stage_bytes=needs)
-            for over, seconds, times, needs in rows
-        ]
+        found = []
+        for over, seconds, times, needs in rows:
+            found.append(Score(excess_bytes=over, step_s=seconds, stage_s=times, stage_bytes=needs))
+        return found

@@ -278,12 +278,11 @@ class EqualStages(AbstractInter):
                 f"The stages of {self.name} have {given} layers, and the step can be cut into"
                 f" {layers}: give stages that make up {layers} layers."
             )
-        plans = [
-            (plan, chain)
-            for chain in chains
-            for plan in layouts(chain, self._schedule, self.chunks, self.stage_layers)
-            if self._is_asked_for(plan, chain)
-        ]
+        plans = []
+        for chain in chains:
+            for plan in layouts(chain, self._schedule, self.chunks, self.stage_layers):
+                if self._is_asked_for(plan, chain):
+                    plans.append((plan, chain))
         if not plans:
             raise InputError(self._refusal(chains[0]))
         fitting = [

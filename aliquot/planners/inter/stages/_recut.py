@@ -161,11 +161,10 @@ def _windows(values: NDArray[Any], width: int, outside: float) -> NDArray[Any]:
 def _edge_s(chain: Chain, before: StageChoice, behind: StageChoice) -> Floats:
     """[U - 1], the transfer between two stages in one direction, for a cut before unit 1, 2, ..."""
     sender, receiver = (chain.options[stage.option].num_devices for stage in (before, behind))
-    hosts = {
-        device // chain.devices_per_host
-        for stage, size in ((before, sender), (behind, receiver))
-        for device in (stage.first_device, stage.first_device + size - 1)
-    }
+    hosts = set()
+    for stage, size in ((before, sender), (behind, receiver)):
+        for device in (stage.first_device, stage.first_device + size - 1):
+            hosts.add(device // chain.devices_per_host)
     return chain.transfer_s(chain.boundary_bytes[:-1], sender, receiver, len(hosts) > 1)
 
 

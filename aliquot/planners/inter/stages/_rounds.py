@@ -115,11 +115,10 @@ class RoundsProgram:
         chain, size = self.chain, self._size
         if sender == receiver:
             return np.zeros(chain.num_units)
-        ends = {
-            (submesh * size + k) // chain.devices_per_host
-            for submesh in (sender, receiver)
-            for k in (0, size - 1)
-        }
+        ends = set()
+        for submesh in (sender, receiver):
+            for k in (0, size - 1):
+                ends.add((submesh * size + k) // chain.devices_per_host)
         crosses = len(ends) > 1
         edge = np.zeros(chain.num_units)
         edge[1:] = chain.transfer_s(chain.boundary_bytes[:-1], size, size, crosses)

@@ -168,12 +168,11 @@ class StageDP(AbstractInter):
         first = worth_simulating(searched.plans, self.simulated)
         # The search gives each chunk of a submesh an equal part of its memory.
         chain_of = {chain.num_micro_batches: chain for chain in chains}
-        joint = [
-            less
-            for plan in first
-            if plan.num_submeshes < len(plan.stages)
-            for less in recomputing_less(chain_of[plan.num_micro_batches], plan)
-        ]
+        joint = []
+        for plan in first:
+            if plan.num_submeshes < len(plan.stages):
+                for less in recomputing_less(chain_of[plan.num_micro_batches], plan):
+                    joint.append(less)
         queue.add(chains, starts)
         queue.add(chains, [*first, *joint])
         if self.simulated > 1:
@@ -318,10 +317,12 @@ class StageDP(AbstractInter):
                     chain, tables, schedule, num_stages=self.num_stages, limit_bytes=limit
                 )
             ]
-        return [
-            RoundsProgram(chain, tables, schedule, num_submeshes=n, chunks=v, limit_bytes=limit)
-            for n, v in round_counts(chain, self.num_stages, self.most_chunks)
-        ]
+        found: list[_AnyProgram] = []
+        for n, v in round_counts(chain, self.num_stages, self.most_chunks):
+            found.append(
+                RoundsProgram(chain, tables, schedule, num_submeshes=n, chunks=v, limit_bytes=limit)
+            )
+        return found
 
 
 _AnyProgram: TypeAlias = DeviceProgram | RoundsProgram | TabulatedProgram

@@ -145,15 +145,18 @@ class MegatronSplit(AbstractRule):
                 f" expert, and {problem.graph.name} has none. Leave ep out, or use method auto."
             )
         self._refuse_what_does_not_divide(problem, kinds, tensor, experts)
-        whole = [
-            f"{kept.label} has {counted(kept.size, 'output feature')}, fewer than tp {self.tensor}:"
-            " it stays whole on each of these devices, and all compute its products."
-            for kept in tensor.kept_whole
-        ]
-        taken = {
-            n: tensor.factors.get(n, frozenset()) | ({experts[n]} if n in experts else set())
-            for n in (*tensor.factors, *experts)
-        }
+        whole = []
+        for kept in tensor.kept_whole:
+            whole.append(
+                f"{kept.label} has {counted(kept.size, 'output feature')}, fewer than tp"
+                f" {self.tensor}: it stays whole on each of these devices, and all compute its"
+                " products."
+            )
+        taken = {}
+        for n in (*tensor.factors, *experts):
+            taken[n] = tensor.factors.get(n, frozenset()) | (
+                {experts[n]} if n in experts else set()
+            )
         sharded = kinds.split_by_zero(self.zero_stage, gathers_once=self.gathers_once)
         split = split_state(problem, sharded, self.data, beside=self.context, taken=taken)
         replicas = self.data // split.axes[-1]
@@ -225,16 +228,17 @@ class MegatronSplit(AbstractRule):
         self, problem: Problem, kinds: Kinds, tensor: TensorSplit, experts: dict[int, int]
     ) -> None:
         too_fine = tensor.too_fine
-        faults = [
-            f"{fine.label}: {fine.size} rows or columns"
-            + (
-                f" in {fine.parts} parts that stay together, such as heads,"
-                if fine.parts < fine.size
-                else ""
+        faults = []
+        for fine in too_fine:
+            faults.append(
+                f"{fine.label}: {fine.size} rows or columns"
+                + (
+                    f" in {fine.parts} parts that stay together, such as heads,"
+                    if fine.parts < fine.size
+                    else ""
+                )
+                + f" cannot be split over tp {self.tensor}"
             )
-            + f" cannot be split over tp {self.tensor}"
-            for fine in too_fine
-        ]
         counts = sorted(
             {
                 problem.nodes.nodes[n].factors[f].size
@@ -314,7 +318,10 @@ class MegatronSplit(AbstractRule):
         if not self.sequence:
             return []
         tokens = context_split(problem.graph, problem.nodes, kinds).tokens
-        streams = [(n, f) for n in sorted(tensor.streams) for f in tokens.get(n, ())]
+        streams = []
+        for n in sorted(tensor.streams):
+            for f in tokens.get(n, ()):
+                streams.append((n, f))
         if not streams:
             raise InputError(
                 "Sequence parallelism (sp) splits residual streams along the dim of the batch's"

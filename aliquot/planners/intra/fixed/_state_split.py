@@ -121,11 +121,10 @@ def split_state(
     by_pieces: dict[int, list[_Array]] = defaultdict(list)
     for array in arrays:
         by_pieces[pieces(array, axes)].append(array)
-    notes = [
-        _note(some, number, sharers, total_bytes)
-        for number, some in sorted(by_pieces.items())
-        if number < sharers and sum(a.num_bytes for a in some) >= _LEAST_SHARE * total_bytes
-    ]
+    notes = []
+    for number, some in sorted(by_pieces.items()):
+        if number < sharers and sum(a.num_bytes for a in some) >= _LEAST_SHARE * total_bytes:
+            notes.append(_note(some, number, sharers, total_bytes))
     return StateSplit(axes=axes, notes=tuple(notes))
 
 
@@ -137,13 +136,14 @@ def _note(arrays: Sequence[_Array], pieces: int, devices: int, total_bytes: int)
     share = sum(array.num_bytes for array in arrays) / total_bytes
     # The largest sizes come nearest to what the devices could divide.
     sizes = {array.shape[dim] for array in arrays for dim in array.free if dim >= 0}
-    misses = [
-        f"{size} = {size // devices} x {devices} + {size % devices}"
-        if size > devices
-        else f"{size} < {devices}"
-        for size in sorted(sizes, reverse=True)
-        if size % devices
-    ]
+    misses = []
+    for size in sorted(sizes, reverse=True):
+        if size % devices:
+            misses.append(
+                f"{size} = {size // devices} x {devices} + {size % devices}"
+                if size > devices
+                else f"{size} < {devices}"
+            )
     shared = (
         f"split over {pieces} of these devices, in {devices // pieces} copies"
         if pieces > 1

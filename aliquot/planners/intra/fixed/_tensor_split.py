@@ -287,7 +287,10 @@ class Forward:
     def _features(self) -> dict[int, set[int]]:
         """For each node, its factors that carry output features of products with weights."""
         features: dict[int, set[int]] = defaultdict(set)
-        pending = [(p, f) for p in self.products for f in self.parts(p).features]
+        pending = []
+        for p in self.products:
+            for f in self.parts(p).features:
+                pending.append((p, f))
         while pending:
             node, factor = pending.pop()
             if factor in features[node]:
@@ -319,11 +322,10 @@ class Forward:
         head contracts them, which is split by columns itself.
         """
         sizes = {f: self.nodes.nodes[product].factors[f].size for f in features}
-        candidates = [
-            f
-            for f in features
-            if sizes[f] >= self.degree and not self._leads_to(product, f, self._wants_whole)
-        ]
+        candidates = []
+        for f in features:
+            if sizes[f] >= self.degree and not self._leads_to(product, f, self._wants_whole):
+                candidates.append(f)
         if features and max(sizes.values()) < self.degree:
             largest = max(features, key=sizes.__getitem__)
             self.kept_whole.append(self._too_fine(product, largest, sizes[largest]))
@@ -387,11 +389,10 @@ class Forward:
         positions, stay whole.
         """
         targets = {e.target for e in self.outgoing[product]}
-        rivals = [
-            p
-            for p in self.products
-            if self.parts(p).is_lookup and targets & {e.target for e in self.outgoing[p]}
-        ]
+        rivals = []
+        for p in self.products:
+            if self.parts(p).is_lookup and targets & {e.target for e in self.outgoing[p]}:
+                rivals.append(p)
         # The embedding of tokens is the largest; all lookups for one array must agree.
         return max(rivals, key=self._table_bytes) == product
 

@@ -46,13 +46,12 @@ class Groups:
     @classmethod
     def of(cls, shared: Mapping[int, Mapping[tuple[Hashable, Hashable], Sequence[int]]]) -> Groups:
         """The groups of all shares, from the flows of each conversion."""
-        keys = [
-            # A conversion of a single flow pays its whole price already.
-            (share, key)
-            for share, flows in shared.items()
-            for key in flows
-            if len(flows[key]) > 1
-        ]
+        keys = []
+        # A conversion of a single flow pays its whole price already.
+        for share, flows in shared.items():
+            for key in flows:
+                if len(flows[key]) > 1:
+                    keys.append((share, key))
         counts = np.array([len(shared[share][key]) for share, key in keys], np.int64)
         return cls(
             members=np.array(

@@ -285,12 +285,9 @@ def is_mixed(choices: Choices, values: Floats) -> bool:
 
 def exclude(program: Program, choices: Choices, picks: Ints) -> None:
     """Forbid one combination of choices."""
-    chosen = [
-        columns[np.flatnonzero(kept == pick)]
-        for columns, kept, pick in zip(
-            choices.columns, choices.allowed, picks.tolist(), strict=True
-        )
-    ]
+    chosen = []
+    for columns, kept, pick in zip(choices.columns, choices.allowed, picks.tolist(), strict=True):
+        chosen.append(columns[np.flatnonzero(kept == pick)])
     excluded = np.concatenate(chosen)
     # At least one of the picks must change.
     row = program.add_rows(1, -np.inf, float(len(picks) - 1))
