@@ -206,6 +206,6 @@ def test_stages_that_promise_too_little_are_not_solved(monkeypatch):
         task = Task(graph=graph(), cluster=Cluster.preset("4xcpu"), num_micro_batches=4)
         priced = price_layers(task, [4], intra=METHOD.intra, layers=None, helper=helper)
         found = solve_with(METHOD, task, priced, helper)
-        monkeypatch.delattr(_solve_stages, "_solve_stages")
+        monkeypatch.delattr(_solve_stages._Stages, "solve")
         with pytest.raises(NoFasterStages):
             solve_with(METHOD, task, priced, helper, 0.9 * found.step_time_s)
