@@ -112,7 +112,7 @@ class Auto(AbstractMethod):
         except InfeasibleError as error:
             if not isinstance(of_pipelines, InfeasibleError):
                 raise
-            smaller = min(error, of_pipelines, key=_required_bytes)
+            smaller = min(error, of_pipelines, key=lambda each: each.required_bytes or math.inf)
             # The error of the search with the smaller plan, worded as the answer of both searches.
             claim, _, rest = smaller.message.partition("\n")
             if claim.startswith("No "):
@@ -121,15 +121,9 @@ class Auto(AbstractMethod):
                     f"No plan fits {search.task.cluster.name} ({limit} usable on each device),"
                     " neither with a pipeline nor without."
                 )
-            raise smaller.reworded(f"{claim}\n{rest}", _untried(smaller, search.task)) from None
-
-
-def _untried(error: InfeasibleError, task: Task) -> list[str]:
-    """The advice of one search that the other has not followed in vain."""
-    if task.num_micro_batches is not None:
-        return list(error.advice)
-    return [each for each in error.advice if "micro-batch" not in each and "method" not in each]
-
-
-def _required_bytes(error: InfeasibleError) -> float:
-    return error.required_bytes or math.inf
+            advice = list(smaller.advice)
+            if search.task.num_micro_batches is None:
+                # The other search has followed this advice in vain.
+                tried = ("micro-batch", "method")
+                advice = [each for each in advice if not any(word in each for word in tried)]
+            raise smaller.reworded(f"{claim}\n{rest}", advice) from None

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..cluster import Cluster
-from ..cost import UNIT_FIGURES, Chain, StageOption
+from ..cost import UNIT_FIGURES, Chain
 from ..graph import Graph
 
 MOST_MICRO_BATCHES = 1024
@@ -78,19 +77,22 @@ def drawn_between(chains: Sequence[Chain], priced: Mapping[int, Chain]) -> list[
         if count in priced:
             drawn.append(priced[count])
             continue
-        fewer = max(other for other in priced if other < count)
-        more = min(other for other in priced if other > count)
         # Interpolated linearly in the size of a micro-batch: under one split, seconds and bytes
         # grow about so. The fastest of several splits lies near the line, and mostly above it.
-        coarse = priced[fewer]
-        fine = priced[more]
+        coarse = priced[max(other for other in priced if other < count)]
+        fine = priced[min(other for other in priced if other > count)]
         sizes = [1 / c.num_micro_batches for c in (fine, chain, coarse)]
         share = (sizes[1] - sizes[0]) / (sizes[2] - sizes[0])
-        of_fine, of_coarse = (_columns(other, chain.options) for other in (fine, coarse))
+        # For each option, its number in the priced chains; -1 if they lack it.
+        numbers = []
+        for other in (fine, coarse):
+            place = {(o.submesh, o.mesh_shape, o.recompute): k for k, o in enumerate(other.options)}
+            layouts = [(o.submesh, o.mesh_shape, o.recompute) for o in chain.options]
+            numbers.append(np.array([place.get(layout, -1) for layout in layouts]))
+        of_fine, of_coarse = numbers
         known = (of_fine >= 0) & (of_coarse >= 0) & np.isfinite(chain.forward_s)
         between = {}
-        # Number -1, of an option that a chain lacks, reads its last column, which `known` masks
-        # out.
+        # Number -1 reads the last column, which `known` masks out.
         for name in UNIT_FIGURES:
             near, far = getattr(fine, name)[:, of_fine], getattr(coarse, name)[:, of_coarse]
             known_both = known & np.isfinite(near) & np.isfinite(far)
@@ -104,9 +106,3 @@ def drawn_between(chains: Sequence[Chain], priced: Mapping[int, Chain]) -> list[
         )
         drawn.append(replace(chain, **between))
     return drawn
-
-
-def _columns(chain: Chain, options: Sequence[StageOption]) -> NDArray[np.int64]:
-    """For each option, its number in a chain; -1 if the chain lacks it."""
-    place = {(o.submesh, o.mesh_shape, o.recompute): k for k, o in enumerate(chain.options)}
-    return np.array([place.get((o.submesh, o.mesh_shape, o.recompute), -1) for o in options])

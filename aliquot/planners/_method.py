@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Self
 
-from ..core import CaptureError, InfeasibleError, InputError, refuse_arguments
+from ..core import InfeasibleError, refuse_arguments
 from ..cost import Problem
 from ._base import Decision, Progress, Task
 from ._programs import Programs
@@ -70,7 +70,9 @@ class AbstractMethod(abc.ABC):
             refusals = [error for each, error in search.refusals if isinstance(each, Programs)]
             if refusals:
                 # The program that comes closest says what is missing.
-                raise min(refusals, key=_missing_bytes)
+                raise min(
+                    refusals, key=lambda each: getattr(each, "required_bytes", None) or math.inf
+                )
             # Arrays alone are too large, so that nothing was searched yet.
             return self.solve(task.problem(task.num_micro_batches or task.own_turns), task.progress)
         except InfeasibleError as error:
@@ -98,10 +100,6 @@ class AbstractMethod(abc.ABC):
             InputError: The method cannot plan this problem.
             Interrupted: Ctrl-C; carries the best decision so far.
         """
-
-
-def _missing_bytes(error: InfeasibleError | InputError | CaptureError) -> float:
-    return getattr(error, "required_bytes", None) or math.inf
 
 
 def _that_decomposes(error: InfeasibleError, task: Task) -> InfeasibleError:

@@ -201,6 +201,18 @@ class _Runner:
             self.outcome = self.improved.status
         return self.improved
 
+    def outcome_beside(self, winner: _Runner, step_time_s: float) -> str:
+        """What became of the entry. Neither the winner nor its equals are listed as slower."""
+        if self.outcome != _SLOWER or isinstance(self.search, NotSearched):
+            return self.outcome
+        if self is winner:
+            return _BEST
+        is_equal = self.solution is not None and self.solution.step_time_s == step_time_s
+        # Without a solution, only a bound is known: it may lie below the best by less than the gap.
+        if self.solution is None and self.bound_s is not None and self.bound_s < step_time_s:
+            return _NO_BETTER
+        return _AS_FAST if is_equal else _SLOWER
+
 
 def _least_s(space: Space) -> float:
     """A lower bound that needs no search: the cheapest choice of each node, and nothing for what is
@@ -210,19 +222,6 @@ def _least_s(space: Space) -> float:
         float(np.where(mask, node.exposed_s, np.inf).min())
         for node, mask in zip(space.priced.nodes, space.allowed, strict=True)
     )
-
-
-def _outcome(runner: _Runner, winner: _Runner, step_time_s: float) -> str:
-    """What became of an entry. Neither the winner nor its equals are listed as slower."""
-    if runner.outcome != _SLOWER or isinstance(runner.search, NotSearched):
-        return runner.outcome
-    if runner is winner:
-        return _BEST
-    is_equal = runner.solution is not None and runner.solution.step_time_s == step_time_s
-    # Without a solution, only a bound is known: it may lie below the best by less than the gap.
-    if runner.solution is None and runner.bound_s is not None and runner.bound_s < step_time_s:
-        return _NO_BETTER
-    return _AS_FAST if is_equal else _SLOWER
 
 
 def finished(race: RaceInParts) -> Decision:
@@ -458,7 +457,7 @@ class Race:
                     mesh=str(r.entry.mesh),
                     lower_bound_s=r.bound_s,
                     step_time_s=r.solution.step_time_s if r.solution else None,
-                    outcome=_outcome(r, runner, solution.step_time_s),
+                    outcome=r.outcome_beside(runner, solution.step_time_s),
                 )
                 for r in runners
             ),

@@ -23,7 +23,6 @@ from ..cost import (
     Chain,
     Problem,
     Recomputation,
-    StageOption,
     known_memory,
     recomputation,
 )
@@ -89,18 +88,13 @@ def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
             worth for (worth, _), freed in zip(ordered, sums, strict=True) if freed >= wanted
         ][:1]
     least = list(dict.fromkeys(least))
-    nodes = []
+    nodes: list[list[frozenset[NodeId]]] = []
     for threshold in least:
-        nodes.append([_worth_repeating(of_kind, threshold) for of_kind in increments])
+        nodes.append([])
+        for of_kind in increments:
+            worth_repeating = [i.nodes for i in of_kind if i.bytes_per_s >= threshold]
+            nodes[-1].append(max(worth_repeating, key=len, default=frozenset()))
     return RecomputeLevels(nodes=nodes, step_ops=[_step_ops(costs, of_level) for of_level in nodes])
-
-
-def _worth_repeating(increments: Sequence[_Increment], least: float) -> frozenset[NodeId]:
-    """The products of a kind of layer that free at least `least` bytes per second of repeated
-    work.
-    """
-    worth = [i.nodes for i in increments if i.bytes_per_s >= least]
-    return max(worth, key=len, default=frozenset())
 
 
 def chain_with_levels(
@@ -130,7 +124,9 @@ def chain_with_levels(
     # Repeated work and freed bytes grow in proportion to the micro-batch, as activations do.
     scale = costs.step.num_micro_batches / chain.num_micro_batches
     for level, ops in enumerate(levels.step_ops):
-        options += [_option(chain.options[k], level) for k in plain]
+        for option in (chain.options[k] for k in plain):
+            name = f"{option.name}, recompute operators ({level + 1})"
+            options.append(replace(option, name=name, recompute="operators"))
         repeated += [ops] * len(plain)
         again, less = (figures[level][list(costs.kinds)] * scale for figures in (seconds, freed))
         added = {name: getattr(chain, name)[:, plain] for name in UNIT_FIGURES}
@@ -166,12 +162,6 @@ def repeated_nodes(
         # of their own. So it counts if at least half of its operators may be repeated.
         if (mine := operators_of(nodes, {node}))
         and 2 * sum(ops[op] in step_ops for op in mine) >= len(mine)
-    )
-
-
-def _option(option: StageOption, level: int) -> StageOption:
-    return replace(
-        option, name=f"{option.name}, recompute operators ({level + 1})", recompute="operators"
     )
 
 
