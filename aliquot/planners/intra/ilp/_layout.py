@@ -235,7 +235,7 @@ def lay_out(priced: Priced, allowed: Sequence[NDArray[np.bool_]]) -> Layout:
 
 @dataclass(slots=True, kw_only=True)
 class Rows:
-    """Rows of a linear program with their bounds and coefficients; `values` may be read-only."""
+    """Rows of a linear program with their bounds and coefficients."""
 
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -252,9 +252,11 @@ class Rows:
 
     def add_entries(self, rows: Ints, columns: Ints, values: Floats | float) -> None:
         """Add coefficients."""
-        self.rows.append(np.asarray(rows, np.int64))
-        self.columns.append(np.asarray(columns, np.int64))
-        self.values.append(np.broadcast_to(np.asarray(values, np.float64), np.shape(columns)))
+        self.rows.append(rows)
+        self.columns.append(columns)
+        # Most are one number, for which broadcasting would take several times as long.
+        each = values if isinstance(values, np.ndarray) else np.full(len(columns), values)
+        self.values.append(each)
 
 
 class _Draft:
