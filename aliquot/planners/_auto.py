@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from ..core import InfeasibleError, format_bytes
 from ..cost import Problem
 from ._base import Decision, Progress, Task
-from ._hosts import Hosts
 from ._method import AbstractMethod
 from ._methods import WholeProgram, simple_plan
 from ._pipelines import PipelineCounts, Pipelines
 from ._pipeshard import PipeshardParallel
 from ._programs import Programs
 from ._quick_bounds import least_compute_s
-from ._search import AbstractFamily, Search
+from ._search import AbstractFamily, Hosts, Search
 from .intra import ILP, AbstractIntra
 
 # On more devices the search for stages takes too long.

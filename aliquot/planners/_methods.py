@@ -20,7 +20,6 @@ from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import MeshUse, Priced, Problem, price
 from ._base import Decision, Progress, Task, faster
 from ._counts import batch_size, program_counts
-from ._hosts import Hosts
 from ._method import AbstractMethod
 from ._neighbourhood import FEW_AXES, choices_to_try
 from ._quick_bounds import cannot_fit, is_too_large, least_compute_s, never_fits
@@ -31,7 +30,7 @@ from ._race import (
     finished,
     goes_first,
 )
-from ._search import AbstractFamily, Search
+from ._search import AbstractFamily, Hosts, Search
 from .intra import ILP, AbstractIntra, Fixed, Space, TooLarge, fixed
 
 

@@ -14,13 +14,12 @@ from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Problem
 from ..graph import OPERATORS, cut_layers
 from ._base import Decision, Interrupted, Progress, Task, faster
-from ._hosts import Hosts
 from ._method import AbstractMethod
 from ._methods import ShardParallel, WholeProgram, simple_plan
 from ._pipelines import PipelineCounts, Pipelines
 from ._programs import Programs
 from ._quick_bounds import least_compute_s
-from ._search import AbstractFamily, Search
+from ._search import AbstractFamily, Hosts, Search
 from ._tried import tried_decision
 from .inter import AbstractInter, StageDP, StageLimits
 from .intra import ILP, AbstractIntra, Restricted, Within

@@ -11,7 +11,6 @@ from ..core import counted, format_bytes, format_seconds, format_share_of_limit
 from ._idle_hosts import idle_devices, plan_devices
 from ._plan import GIVEN_LAYOUT, Plan
 from ._stage_text import idle_parts, meshes
-from ._streaming import has_gradients, time_between_calls_s
 from ._summary import (
     chosen_candidate,
     layers_recompute,
@@ -336,3 +335,24 @@ def devices_of_a_host(plan: Plan) -> int:
     """Devices of the plan on its fullest host."""
     per_host = plan.cluster.get("devices_per_host")
     return min(per_host, plan_devices(plan)) if isinstance(per_host, int) else 1
+
+
+def time_between_calls_s(plan: Plan) -> float:
+    """Predicted seconds from the end of one call to the end of the next, if calls follow one
+    another without a gap: a pipeline is as slow as its busiest submesh, or as its slowest link; one
+    program takes its step time.
+    """
+    step_s = plan.prediction.step_time_s
+    stages = [stage.prediction for stage in plan.stages]
+    if len(stages) < 2:
+        return step_s
+    busy = [(1 - each.bubble) * step_s for each in stages if each is not None]
+    sent = [plan.num_micro_batches * each.transfer_s for each in stages if each is not None]
+    return min(step_s, max([*busy, *sent], default=step_s))
+
+
+def has_gradients(plan: Plan) -> bool:
+    """True if any stage of a pipeline has a backward pass; of one program nothing is known, and
+    calls of it follow one another as steps do.
+    """
+    return any(s.prediction is not None and s.prediction.backward_s > 0 for s in plan.stages)

@@ -1,12 +1,13 @@
-"""`MegatronSplit`: the choices of data, expert and tensor parallelism as Megatron-LM computes
-them.
+"""`MegatronSplit`: the choices of data, expert and tensor parallelism as Megatron-LM computes them;
+and when a method of fixed splits sums the gradients of micro-batches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from ....sharding import Node
 from .._base import AbstractIntra, AbstractRule
 from ..ilp import ILP
 from ._context_split import context_faults, context_split, split_by
+from ._fixed import Fixed
 from ._restrict import Kinds, kinds_of
 from ._state_split import split_state
 from ._tensor_split import TensorSplit, expert_split, tensor_split
@@ -344,3 +346,26 @@ class MegatronSplit(AbstractRule):
 
 def _rows(choices: Ints, wanted: NDArray[np.bool_]) -> Ints:
     return np.asarray(choices[wanted], np.int64)
+
+
+_Rule = TypeVar("_Rule", Fixed, MegatronSplit)
+
+
+def ways_to_sum(
+    rule: _Rule, waiting: Sequence[frozenset[int]], *, splits: bool, repeats: int
+) -> Iterator[tuple[frozenset[int], _Rule]]:
+    """The ways in which gradients may be summed, each with the axes over which they wait for the
+    last micro-batch, and the rule of that way.
+
+    Gradients that wait accumulate whole. If these do not fit, each micro-batch adds to accumulators
+    that are sharded; then parameters are not gathered once either.
+
+    Args:
+        waiting: axes over which gradients may wait; none if the step cannot.
+        splits: whether the method shards gradients where they do not wait.
+        repeats: number of micro-batches.
+    """
+    for axes in waiting:
+        yield axes, rule
+    if splits or not waiting:
+        yield frozenset(), replace(rule, gathers_once=rule.gathers_once and repeats == 1)
