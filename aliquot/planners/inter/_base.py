@@ -6,9 +6,10 @@ import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...core import InfeasibleError, InputError, nearest
-from ...cost import AbstractChain, ChainPlan, find_stage_faults
+from ...cost import AbstractChain, ChainPlan, StageChoice, find_stage_faults
 from ...plans import training_schedules
 from .._helper import HelperProcess
 
@@ -177,6 +178,19 @@ def starts_in(
         its_chains[0], start.stages, start.schedule, num_submeshes=start.num_submeshes
     )
     return [] if faults else [start]
+
+
+def proposed(
+    chain: AbstractChain, option: int, first: int, last: int, **settings: Any
+) -> StageChoice | None:
+    """A stage as its chain proposes it (see `AbstractChain.propose`), within the memory limit if
+    possible, so that errors can say how much it needs; None if the option cannot run its units.
+    """
+    for limit_bytes in (chain.memory_limit_bytes, math.inf):
+        choice = chain.propose(option, first, last, limit_bytes=limit_bytes, **settings)
+        if choice is not None:
+            return choice
+    return None
 
 
 def no_layout(chain: AbstractChain, num_stages: int | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +17,7 @@ from ...cost import (
 )
 from ...plans import GIVEN_LAYOUT, SCHEDULES, training_schedules
 from .._helper import HelperProcess
-from ._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
+from ._base import NO_LIMITS, AbstractInter, StageLimits, check_chains, proposed
 
 _ASKED = "these stages cannot be used"
 _ADVICE = (
@@ -155,28 +154,20 @@ class ManualStages(AbstractInter):
         in_flight = chain_in_flight(
             self.schedule, chain.num_micro_batches, count, submeshes
         ).tolist()
-        return [
-            self._with_unit_options(chain, s, k, -(-count // submeshes))
-            for s, k in zip(stages, in_flight)
-        ]
-
-    def _with_unit_options(
-        self, chain: AbstractChain, stage: StageChoice, in_flight: float, chunks: int
-    ) -> StageChoice:
-        """The stage with the fastest options for its units, within the memory limit if possible."""
-        for limit_bytes in (chain.memory_limit_bytes, math.inf):
-            proposed = chain.propose(
+        chosen = []
+        for stage, kept in zip(stages, in_flight):
+            # The fastest options for its units.
+            choice = proposed(
+                chain,
                 stage.option,
                 stage.first_unit,
                 stage.last_unit,
                 first_device=stage.first_device,
-                in_flight=in_flight,
-                chunks=chunks,
-                limit_bytes=limit_bytes,
+                in_flight=kept,
+                chunks=-(-count // submeshes),
             )
-            if proposed is not None:
-                return proposed
-        return stage
+            chosen.append(choice or stage)
+        return chosen
 
     def _one_behind_the_other(self, sizes: list[int]) -> list[int]:
         submeshes = self.num_submeshes or len(sizes)

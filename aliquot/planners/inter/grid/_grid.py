@@ -4,8 +4,6 @@ for or given, as experts set them by hand.
 
 from __future__ import annotations
 
-import functools
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from ....cost import (
 )
 from ....plans import GIVEN_LAYOUT, SCHEDULES, name_of_part
 from ..._helper import HelperProcess
-from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
+from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains, proposed
 from .._less_recomputed import recomputing_less
 from .._simulated import fastest, simulated, worth_simulating
 
@@ -171,8 +169,8 @@ def _equal_stages(
     size = chain.options[option].num_devices
     stages = []
     for stage, (first, last) in enumerate(zip(edges, edges[1:])):
-        propose = functools.partial(
-            chain.propose,
+        choice = proposed(
+            chain,
             option,
             first,
             last,
@@ -180,8 +178,6 @@ def _equal_stages(
             in_flight=float(in_flight[stage]),
             chunks=-(-count // submeshes),
         )
-        # Keep stages that do not fit, so that the error can say how much memory they need.
-        choice = propose(limit_bytes=chain.memory_limit_bytes) or propose(limit_bytes=math.inf)
         if choice is None:
             return []
         stages.append(choice)
