@@ -71,11 +71,9 @@ def submesh_options(
     shapes = [
         (1, n) for n in range(1, per_host + 1) if per_host % n == 0 or micro_batch_size % n == 0
     ]
-    shapes += [
-        (h, per_host)
-        for h in range(2, hosts + 1)
-        if hosts % h == 0 or micro_batch_size % (h * per_host) == 0
-    ]
+    for h in range(2, hosts + 1):
+        if hosts % h == 0 or micro_batch_size % (h * per_host) == 0:
+            shapes.append((h, per_host))
     options: list[StageOption] = []
     for shape in shapes:
         size = math.prod(shape)

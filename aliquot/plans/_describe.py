@@ -47,7 +47,9 @@ def describe(plan: Plan, width: int | None = None, *, every: bool = False) -> st
     prose = min(fits or _WIDTH, _WIDTH)
     what, *rest = spoken(plan)
     lines = broken(what, fits or _WIDTH)
-    lines += [f"  {line}" for text in rest for line in wrapped(text, prose - 2)]
+    for text in rest:
+        for line in wrapped(text, prose - 2):
+            lines.append(f"  {line}")
     rows = _grouped(fact_rows(plan))
     shown = [each for each in sections(plan, PRINTED) if each.kind not in _LEFT_TO_EXPLAIN]
     tried = [each for each in shown if each.kind == SectionKind.TRIED]
@@ -56,8 +58,7 @@ def describe(plan: Plan, width: int | None = None, *, every: bool = False) -> st
         lines += ["", *_laid_out(section, fits)]
     costs = []
     for name in _COSTS:
-        for row in rows.pop(name, []):
-            costs.append(row)
+        costs.extend(rows.pop(name, []))
     lines += ["", *_facts([*costs, *(row for each in rows.values() for row in each)], prose)]
     for section in shown:
         if section not in tried and (every or section.kind not in _DETAILS):
@@ -74,7 +75,9 @@ def brief(plan: Plan, width: int | None = None) -> str:
     prose = min(fits or _WIDTH, _WIDTH)
     what, *rest = spoken(plan)
     lines = broken(what, fits or _WIDTH)
-    lines += [f"  {line}" for text in rest for line in wrapped(text, prose - 2)]
+    for text in rest:
+        for line in wrapped(text, prose - 2):
+            lines.append(f"  {line}")
     lines += ["", *_facts([("bound", bound(plan))], prose)]
     for section in sections(plan, BRIEF):
         if section.kind == SectionKind.TRIED:

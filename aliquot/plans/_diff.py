@@ -129,12 +129,10 @@ def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
         "scan_bounds": ", ".join(map(str, plan.scan_bounds)) or "none",
     }
     for what, arrays in (("input", plan.inputs), ("output", plan.outputs)):
-        terms |= {
-            f"interface of {what} {array.path}": (
+        for array in arrays:
+            terms[f"interface of {what} {array.path}"] = (
                 f"{array.dtype}[{', '.join(map(str, array.shape))}]"
             )
-            for array in arrays
-        }
     for index, stage in enumerate(plan.stages):
         prefix = f"stage {index} " if is_pipeline(plan) else ""
         terms[f"{prefix}mesh"] = "x".join(map(str, stage.mesh_shape))

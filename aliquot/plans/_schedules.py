@@ -58,10 +58,9 @@ def _alternate(first: list[Task], second: list[Task], ahead: int) -> list[Task]:
     Both lists have the same length.
     """
     ahead = min(ahead, len(first))
-    turns = []
+    turns: list[Task] = []
     for pair in zip(first[ahead:], second):
-        for task in pair:
-            turns.append(task)
+        turns.extend(pair)
     return [*first[:ahead], *turns, *second[len(first) - ahead :]]
 
 
@@ -322,8 +321,7 @@ class Interleaved(AbstractScheduleKind):
             forwards = []
             for group in groups:
                 for stage in stages:
-                    for task in _tasks_of_kind(stage, TaskKind.FORWARD, group):
-                        forwards.append(task)
+                    forwards.extend(_tasks_of_kind(stage, TaskKind.FORWARD, group))
             backwards = [
                 task
                 for group in groups

@@ -342,8 +342,7 @@ class NodeIndex:
             return set()
         found = set()
         for _, v, _ in cuts.operands(producer[0]):
-            for p in self._parameters_behind(v):
-                found.add(p)
+            found.update(self._parameters_behind(v))
         return found
 
     def label(self, op_class: int) -> str:

@@ -126,10 +126,9 @@ def outside_blocks(nodes: NodeGraph, blocks: Iterable[ParallelBlock]) -> list[Op
     """For each product of the forward and backward pass that is in none of these blocks, the first
     operator that it stands for.
     """
-    inside = set()
+    inside = set[int]()
     for block in blocks:
-        for product in block.products:
-            inside.add(product)
+        inside.update(block.products)
     outside: dict[int, int] = {
         n.index: n.index for n in nodes.nodes if is_product(n) and n.index not in inside
     }

@@ -99,10 +99,9 @@ def steps(now: Tiling, target: Tiling) -> tuple[Step, ...]:
     common = {
         d: _take(atoms, math.gcd(_product(atoms), want.get(d, 1)))[0] for d, atoms in now.dims
     }
-    kept = set()
+    kept = set[Atom]()
     for atoms in common.values():
-        for a in atoms:
-            kept.add(a)
+        kept.update(atoms)
     repeated = [a for _, atoms in now.dims for a in atoms if a not in kept]
     coarser = _tiling(common, (*now.repeated, *repeated))
     rest = _steps(coarser, target)

@@ -77,11 +77,9 @@ class Within:
                 )
         if not self.imbalance >= 0:
             faults.append(f"imbalance={self.imbalance} must not be negative")
-        faults += [
-            f"without={each!r}: {nearest(str(each), _COLLECTIVES)}"
-            for each in self.without
-            if each not in _COLLECTIVES
-        ]
+        for each in self.without:
+            if each not in _COLLECTIVES:
+                faults.append(f"without={each!r}: {nearest(str(each), _COLLECTIVES)}")
         if faults:
             raise InputError(listing("A search cannot be restricted so", faults))
 

@@ -292,10 +292,9 @@ class OwnResults:
                 return degree if updates else None
         if op.name in ("gather", "dynamic_slice"):
             return degree
-        kept = set()
+        kept = set[str]()
         for dim in rule.results[position]:
-            for c in dim:
-                kept.add(c)
+            kept.update(dim)
         counted: set[str] = set()
         for k, dims in enumerate(differing):
             for d in dims:

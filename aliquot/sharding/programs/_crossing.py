@@ -127,11 +127,10 @@ def written_in_place(parts: MicroBatchGraphs, graph: Graph, staging: Staging) ->
     """
     if any(op.phase is Phase.BACKWARD for op in graph.ops):
         return parts
-    elsewhere = set()
+    elsewhere = set[ValueId]()
     for part in (parts.early, parts.late):
         for k in items_of(part):
-            for i in k.inputs:
-                elsewhere.add(i)
+            elsewhere.update(k.inputs)
     returned = [o.value for o in graph.outputs]
     pairs = []
     for item in graph.inputs:

@@ -75,10 +75,9 @@ def phase_parts(graph: Graph) -> MicroBatchGraphs:
     given = [i.value for i in graph.inputs]
     body = [item for item in items if item.phase is not Phase.UPDATE]
     late = [item for item in items if item.phase is Phase.UPDATE]
-    made_in_body = set()
+    made_in_body = set[ValueId]()
     for item in body:
-        for o in item.outputs:
-            made_in_body.add(o)
+        made_in_body.update(item.outputs)
     wanted = {i for item in late for i in item.inputs} | {
         o.value for o in graph.outputs if isinstance(o.value, int)
     }
@@ -187,7 +186,9 @@ def cut_pipeline(
                 for item, stage in zip(staging.items, staging.stage, strict=True):
                     inside = item.op_or_call
                     ops = ops_inside(inside) if isinstance(inside, Call) else (inside,)
-                    stages |= {out: stage for op in ops for out in graph.ops[op].outputs}
+                    for op in ops:
+                        for out in graph.ops[op].outputs:
+                            stages[out] = stage
                 parts = cast_once(parts, stages, casts_once | shared)
         cuts[number] = TimeCut(parts=parts, plan=plan, layout=layout)
         programs[number] = split_stages(

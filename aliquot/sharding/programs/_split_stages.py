@@ -266,11 +266,10 @@ class _Body:
         the forward program.
         """
         graph = self._graphs.body
-        shared = set()
+        shared = set[ValueId]()
         for item in self._items:
             if self._stage[id(item)] == SHARED:
-                for o in item.outputs:
-                    shared.add(o)
+                shared.update(item.outputs)
         free = self._given | self._early | {self._graphs.group, self._graphs.micro_batch} | shared
         free |= graph.constants.keys()
         for stage in map(StageId, range(self._staging.num_stages)):
@@ -290,10 +289,9 @@ class _Body:
         programs = []
         wanted = set(wanted)
         for draft in self._drafts_by.values():
-            inside = set()
+            inside = set[ValueId]()
             for item in draft.assigned:
-                for o in item.outputs:
-                    inside.add(o)
+                inside.update(item.outputs)
             inside -= {new for _, new in self._graphs.handed_on}
             totals = tuple(
                 sorted(v for v in inside & wanted if self.stage_of_value[v] == draft.stage)
@@ -316,15 +314,13 @@ class _Body:
         plan: MicroBatchPlan | None = None,
     ) -> StageProgram:
         """The program of a draft. It returns the values that other programs read, and `totals`."""
-        made_here = set()
+        made_here = set[ValueId]()
         for item in draft.assigned:
-            for o in item.outputs:
-                made_here.add(o)
+            made_here.update(item.outputs)
         read_elsewhere = set()
         for other in drafts.values():
             if other is not draft:
-                for i in other.reads:
-                    read_elsewhere.add(i)
+                read_elsewhere.update(other.reads)
         exports = tuple(sorted(made_here & read_elsewhere))
         # Values that cannot be added up, such as slices of the batch, are kept part by part.
         stacked = tuple(v for v in totals if plan is not None and not plan.is_summed(v))

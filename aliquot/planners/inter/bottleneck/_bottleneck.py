@@ -72,11 +72,9 @@ class Bottleneck(AbstractInter):
             if (value := getattr(self, name)) is not None and value < 1
         ]
         known = training_schedules()
-        faults += [
-            f"there is no schedule {name!r}: {nearest(name, known)}"
-            for name in self.schedules
-            if name not in known
-        ]
+        for name in self.schedules:
+            if name not in known:
+                faults.append(f"there is no schedule {name!r}: {nearest(name, known)}")
         if not self.schedules:
             faults.append(f"no schedule to choose from; known are {', '.join(known)}")
         if faults:

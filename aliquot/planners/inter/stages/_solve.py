@@ -168,11 +168,10 @@ class StageDP(AbstractInter):
         first = worth_simulating(searched.plans, self.simulated)
         # The search gives each chunk of a submesh an equal part of its memory.
         chain_of = {chain.num_micro_batches: chain for chain in chains}
-        joint = []
+        joint: list[ChainPlan] = []
         for plan in first:
             if plan.num_submeshes < len(plan.stages):
-                for less in recomputing_less(chain_of[plan.num_micro_batches], plan):
-                    joint.append(less)
+                joint.extend(recomputing_less(chain_of[plan.num_micro_batches], plan))
         queue.add(chains, starts)
         queue.add(chains, [*first, *joint])
         if self.simulated > 1:

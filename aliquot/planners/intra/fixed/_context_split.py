@@ -104,11 +104,9 @@ def context_faults(
             # A causal kernel has a factor of half the length, as each device takes two chunks.
             kernel = f"pairs of chunks in {node.label.split(':')[0]}"
             lengths.setdefault(factor.size, factor.label if node.kind == "group" else kernel)
-    faults += [
-        f"a sequence of {size} ({label}) cannot be split over cp {degree}"
-        for size, label in lengths.items()
-        if size % degree
-    ]
+    for size, label in lengths.items():
+        if size % degree:
+            faults.append(f"a sequence of {size} ({label}) cannot be split over cp {degree}")
     if faults:
         common = math.gcd(*lengths)
         fitting = [str(n) for n in range(2, min(common, 2 * degree) + 1) if common % n == 0]

@@ -248,18 +248,16 @@ class MegatronSplit(AbstractRule):
                 if n in kinds.parameters
             }
         )
-        faults += [
-            f"{count} experts cannot be split over ep {self.expert}"
-            for count in counts
-            if count % self.expert
-        ]
+        for count in counts:
+            if count % self.expert:
+                faults.append(f"{count} experts cannot be split over ep {self.expert}")
         of_context: list[str] = []
         ranks = self.context * self.tensor
         uneven = [n for n in self._sequences(problem, kinds, tensor) if n % ranks]
-        faults += [
-            f"a sequence of {size} cannot be split over {ranks} devices (cp x tp), as sp does"
-            for size in uneven
-        ]
+        for size in uneven:
+            faults.append(
+                f"a sequence of {size} cannot be split over {ranks} devices (cp x tp), as sp does"
+            )
         if self.context > 1:
             split = context_split(problem.graph, problem.nodes, kinds)
             if not split.tokens:
