@@ -185,7 +185,7 @@ def batch_restriction(
         choices = table.choices
         batch = priced.graph.batch_factors[node.index]
         if node.index in sharded:
-            # Choices that split over `axes` alone, as far as possible.
+            # Those that split over the shard axes alone, as far as possible.
             outside = [a for a in range(len(priced.axis_sizes)) if a not in shard_axes]
             is_regular = (choices[:, outside] == -1).all(axis=1)
             pieces = shards(choices, [True] * (int(choices.max(initial=-1)) + 1), priced.axis_sizes)
