@@ -15,7 +15,7 @@ import pytest
 import aliquot as aq
 from aliquot._variants import Variant, plan_variants
 from aliquot.core import InfeasibleError, InputError
-from aliquot.planners import AbstractInter, _pipelines, _solve_stages
+from aliquot.planners import AbstractInter, _base, _pipelines, _solve_stages
 from aliquot.planners._layer_costs import price_layers
 from aliquot.planners._pipelines import Pipelines
 from aliquot.planners.inter.stages import _solve
@@ -384,8 +384,8 @@ def test_a_step_that_does_not_decompose_is_priced_once(monkeypatch):
         return called
 
     monkeypatch.setattr(_pipelines, "price_layers", spy(price_layers, priced, tuple))
-    for name in ("plan_micro_batches", "runs_in_groups"):
-        monkeypatch.setattr(_pipelines, name, spy(getattr(_pipelines, name), planned, int))
+    for module, name in ((_pipelines, "plan_micro_batches"), (_base, "runs_in_groups")):
+        monkeypatch.setattr(module, name, spy(getattr(module, name), planned, int))
     state = {**STATE, "params": {k: v for k, v in STATE["params"].items() if k != "head"}}
     method = aq.PipeshardParallel(num_stages=2)
     where = aq.Cluster.preset(CLUSTER)
