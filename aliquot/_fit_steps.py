@@ -151,15 +151,9 @@ def step_times(
     def step_s(share: float, overlap: float) -> float:
         figures = {"sustained_share": share, "overlap_fraction": overlap}
         device = replace(cluster.device, calibration={**cluster.device.calibration, **figures})
-        again = price(
-            problem,
-            replace(priced.mesh, cluster=replace(cluster, device=device)),
-            repeats=priced.repeats,
-            data_axes=priced.data_axes,
-            context_axes=priced.context_axes,
-            gathers_once=priced.gathers_once,
-            choices=choices,
-        )
+        mesh = replace(priced.mesh, cluster=replace(cluster, device=device))
+        use = replace(priced.use, mesh=mesh)
+        again = price(problem, use, repeats=priced.repeats, choices=choices)
         return evaluate(again, np.zeros(len(choices), np.int64)).total_s
 
     return np.array([[step_s(s, overlap) for overlap in overlaps] for s in SUSTAINED_SHARES])

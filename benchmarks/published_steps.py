@@ -35,7 +35,7 @@ from aliquot.cost import Priced, Problem, make_problem, predict, price
 from aliquot.cost._evaluate import conversions
 from aliquot.graph import Phase, Role
 from aliquot.planners import AbstractMethod, Auto, Decision, Progress
-from aliquot.planners._race import Entry, race
+from aliquot.planners._race import Entry, Race
 from aliquot.planners.intra import ILP, Space, fixed
 from aliquot.sharding import PARTIAL
 
@@ -78,15 +78,8 @@ class Alpa(AbstractMethod):
         ]
         priced = dataclasses.replace(priced, edges=tuple(tables))
         space = Space(name="alpa", priced=priced, allowed=self._allowed(problem, priced, kinds))
-        return race(
-            problem,
-            [Entry(space=space, intra=ILP())],
-            method="shard",
-            planner="ilp",
-            relative_gap=ILP().relative_gap,
-            states_bound=False,
-            progress=progress,
-        )
+        race = Race(problem=problem, method="shard", intra=ILP(), planner="ilp", progress=progress)
+        return race.best([Entry(space=space, intra=ILP())])
 
     def _allowed(self, problem: Problem, priced: Priced, kinds: fixed.Kinds) -> fixed.Masks:
         first = 0 if self.mesh[0] > 1 else None

@@ -87,6 +87,10 @@ class LogicalMesh:
     def __str__(self) -> str:
         return "x".join(map(str, self.shape))
 
+    def names_of(self, axes: Iterable[int]) -> tuple[str, ...]:
+        """Names of some axes by position, in the order of the axes."""
+        return tuple(self.axis_names[axis] for axis in sorted(axes))
+
     @property
     def num_devices(self) -> int:
         """Devices of the mesh, which are all of the cluster's."""
@@ -105,6 +109,13 @@ class LogicalMesh:
         """
         sizes = self.axis_sizes
         return math.prod(sizes[axis] for axis in self._known(axes))
+
+    @property
+    def axes_between_hosts(self) -> tuple[int, ...]:
+        """The axes, by position, along which neighbours lie in different hosts."""
+        return tuple(
+            k for k, name in enumerate(self.axis_names) if self.link((name,)).crosses_hosts
+        )
 
     def link(self, axes: tuple[str, ...]) -> AxisLink:
         """The link of a collective along `axes` together, in any order.

@@ -236,10 +236,9 @@ def nearest(name: str, known: Iterable[str], listed_by: str = "") -> str:
     by_folded = {candidate.casefold(): candidate for candidate in names}
     shown, others = names, ""
     if len(names) > _FILL_A_SCREEN:
-        shown = [
-            by_folded[folded]
-            for folded in difflib.get_close_matches(typed, by_folded, n=8, cutoff=0.0)
-        ]
+        shown = []
+        for folded in difflib.get_close_matches(typed, by_folded, n=8, cutoff=0.0):
+            shown.append(by_folded[folded])
         others = f" and {len(names) - len(shown)} others"
     listing = f"Known: {', '.join(shown)}{others}." if names else "None is known."
     if listed_by:

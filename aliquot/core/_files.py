@@ -119,14 +119,8 @@ def _replacing(target: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    _flush_folder(target.parent)
-
-
-def _flush_folder(folder: Path) -> None:
-    # This makes the rename itself survive a power cut. Not every file system can do it, and the
-    # file is complete either way.
     with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

@@ -51,11 +51,10 @@ class LaunchedProcess:
         given = {name: environment.get(key, "") for name, key in _VARIABLES.items()}
         if not given["address"]:
             return None
-        numbers = {
-            name: int(given[name])
-            for name in ("num_processes", "process_id", "attempt")
-            if given[name].isdecimal()
-        }
+        numbers = {}
+        for name in ("num_processes", "process_id", "attempt"):
+            if given[name].isdecimal():
+                numbers[name] = int(given[name])
         if len(numbers) < 3:
             raise InputError(
                 f"{_VARIABLES['address']} says that `aliquot launch` has started this process, but"

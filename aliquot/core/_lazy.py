@@ -18,12 +18,11 @@ def lazy_exports(
     """
     module = sys.modules[package]
     stub = Path(str(module.__file__)).with_suffix(".pyi")
-    file_of = {
-        alias.name: node.module
-        for node in ast.parse(stub.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    }
+    file_of = {}
+    for node in ast.parse(stub.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                file_of[alias.name] = node.module
 
     def get(name: str) -> Any:
         if name not in file_of:

@@ -104,11 +104,10 @@ def broken(text: str, width: int) -> list[str]:
     lines: list[str] = []
     rest = text
     while len(rest) > max(width, 1):
-        places = [
-            match.start()
-            for match in _BREAKS.finditer(rest, 1, width + 1)
-            if match.start() <= width
-        ]
+        places = []
+        for match in _BREAKS.finditer(rest, 1, width + 1):
+            if match.start() <= width:
+                places.append(match.start())
         cut = places[-1] if places else max(width, 1)
         lines.append(rest[:cut].rstrip())
         rest = rest[cut:].lstrip()

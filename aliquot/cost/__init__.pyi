@@ -29,7 +29,6 @@ from ._collectives import collective_kind as collective_kind
 from ._collectives import collective_line as collective_line
 from ._collectives import collective_points as collective_points
 from ._collectives import resharding_seconds as resharding_seconds
-from ._collectives import waits_over as waits_over
 from ._estimate import MeasuredShare as MeasuredShare
 from ._estimate import casts_fit as casts_fit
 from ._estimate import check_choices as check_choices
@@ -48,6 +47,7 @@ from ._host_copies import copy_seconds as copy_seconds
 from ._host_copies import queues as queues
 from ._measured import Measured as Measured
 from ._measured import RatioTable as RatioTable
+from ._mesh_use import MeshUse as MeshUse
 from ._phases import PhaseCosts as PhaseCosts
 from ._phases import phase_costs as phase_costs
 from ._pipeline import PipelineTimes as PipelineTimes

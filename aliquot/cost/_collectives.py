@@ -232,18 +232,11 @@ def resharding_seconds(source: Spec, wanted: Spec, num_bytes: float, mesh: Logic
     return sum(latency + per_byte * move.fraction * num_bytes for move, latency, per_byte in lines)
 
 
-def waits_over(
-    gradient: Edge | NodeCollective, data_axes: frozenset[int], context_axes: frozenset[int]
-) -> frozenset[int]:
-    """The axes over which the sum of a gradient waits for the last micro-batch."""
-    return data_axes | context_axes if gradient.over_tokens else data_axes
-
-
 def split_deferred_axes(
     collective: NodeCollective, axes: tuple[int, ...], waiting: frozenset[int]
 ) -> list[tuple[tuple[int, ...], bool]]:
     """Axes of a node's collective by when it runs: in each micro-batch (False), or once after the
-    last (True), as sums of gradients over the axes `waiting` do; see `waits_over`.
+    last (True), as sums of gradients over the axes `waiting` do; see `MeshUse.waits_over`.
     """
     # Only sums of gradients can be deferred; gathered arrays are needed at once.
     if not collective.gradient or collective.kind != "all-reduce":

@@ -37,7 +37,6 @@ from ._collectives import (
     rounded_bytes,
     split_deferred_axes,
     through_copies,
-    waits_over,
     widening,
 )
 from ._evaluate import conversions, evaluate
@@ -115,7 +114,7 @@ def casts_fit(priced: Priced, picks: Ints, memory_limit_bytes: float) -> bool:
     if not sum(seconds_of_casts(priced, picks)):
         return False
     # What is gathered once is kept; a search has counted its memory.
-    if priced.gathers_once:
+    if priced.use.gathers_once:
         return True
     model = keeping_casts(known_memory(priced, picks))
     return peak_memory(model, priced, picks)[0] <= memory_limit_bytes
@@ -236,12 +235,12 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
         # With micro-batches, a gradient is summed over the data axes, and over tokens, only once,
         # after the last one, and over the other axes for each: two changes instead of one.
         if edge.gradient and priced.repeats > 1 and edge.phase is not Phase.UPDATE:
-            waiting = waits_over(edge, priced.data_axes, priced.context_axes)
+            waiting = priced.use.waits_over(edge)
             changes = list(split_deferred_sums(*changes[0], waiting))
-        elif priced.gathers_once and edge.cast:
+        elif priced.use.gathers_once and edge.cast:
             # Its cast is gathered once over the axes over which gradients wait, and what is left is
             # done for each.
-            gathered = without_axes(changes[0][0], priced.data_axes | priced.context_axes)
+            gathered = without_axes(changes[0][0], priced.use.data_axes | priced.use.context_axes)
             changes = [(gathered, changes[0][1]), (changes[0][0], gathered)]
             if edge.phase is Phase.BACKWARD:
                 del changes[1]
@@ -283,7 +282,7 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
                 continue
             # As for conversions: sums of gradients run over these axes once in a step, over other
             # axes for each micro-batch.
-            waiting = waits_over(c, priced.data_axes, priced.context_axes)
+            waiting = priced.use.waits_over(c)
             for these_axes, once in split_deferred_axes(c, axes, waiting):
                 count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
                 wide = widening(c.dtype, target, total=once and priced.repeats > 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..cluster import Cluster, LogicalMesh
+from ..cluster import Cluster
 from ..graph import Graph, OpId, Phase, StageId
 from ..plans import SCHEDULES, Plan, Prediction, StagePlan
 from ..sharding import (
@@ -21,6 +21,7 @@ from ..sharding import (
     operators_of,
 )
 from ._estimate import check_choices, decode_interior, predict
+from ._mesh_use import MeshUse
 from ._priced import Ints, Priced, price, work_seconds
 from ._problem import Problem
 from ._stages import PipelinePrediction, predict_stages, price_stage
@@ -179,15 +180,12 @@ def estimate_stages(step: PlannedStep) -> PipelinePrediction:
 
 def _priced(stage: PlannedStage, planned: StagePlan) -> tuple[Priced, Ints]:
     """A stage with only the plan's choices priced, and the position of each, which is 0."""
-    problem, names = stage.problem, planned.axis_names
+    problem = stage.problem
     check_choices(problem.nodes, stage.choices, planned.mesh_shape)
     priced = price(
         problem,
-        LogicalMesh(shape=planned.mesh_shape, axis_names=names, cluster=problem.cluster),
+        MeshUse.of_stage(planned, problem.cluster),
         repeats=problem.num_micro_batches,
-        data_axes=frozenset(names.index(axis) for axis in planned.data_axes),
-        context_axes=frozenset(names.index(axis) for axis in planned.context_axes),
-        gathers_once=planned.gathers_once,
         # To price all choices would take many times as long.
         choices=[np.array([choice], np.int64) for choice in stage.choices],
     )

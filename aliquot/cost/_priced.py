@@ -46,10 +46,10 @@ from ._collectives import (
     size_points,
     split_deferred_axes,
     through_copies,
-    waits_over,
     widening,
 )
 from ._host_copies import HostCopy
+from ._mesh_use import MeshUse
 from ._problem import Problem
 from ._work import Work
 from .memory import Held, Resident
@@ -117,7 +117,7 @@ class PricedEdge:
             the spec that it gives the array.
         seconds: `(sources, targets)`; infinite where no conversion exists.
         once_s: the part of `seconds` that is paid once in a step: sums of gradients after the last
-            micro-batch, and gathers of casts before the first; see `Priced.gathers_once`.
+            micro-batch, and gathers of casts before the first; see `MeshUse`.
         hideable_s, once_hideable_s: the parts of `seconds` and of `once_s` that the compiler can
             run beside compute.
         moves: True where a conversion takes a collective.
@@ -136,9 +136,7 @@ class PricedEdge:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Priced:
-    """A priced problem. All phases before the update run `repeats` times, for each micro-batch.
-    `context_axes` and `gathers_once`: see `StagePlan`.
-    """
+    """A priced problem. All phases before the update run `repeats` times, for each micro-batch."""
 
     graph: NodeGraph
     work: tuple[tuple[Work, ...], ...]
@@ -147,68 +145,60 @@ class Priced:
     made: Mapping[ValueId, Held]
     kept: tuple[Held, ...] | None
     copies: tuple[HostCopy, ...]
-    mesh: LogicalMesh
+    use: MeshUse
     target: Target
     repeats: int
-    data_axes: frozenset[int]
-    context_axes: frozenset[int]
-    gathers_once: bool
     nodes: tuple[PricedNode, ...]
     edges: tuple[PricedEdge, ...]
 
     @property
+    def mesh(self) -> LogicalMesh:
+        """The mesh."""
+        return self.use.mesh
+
+    @property
     def axis_sizes(self) -> tuple[int, ...]:
         """Devices along each mesh axis."""
-        return self.mesh.shape
+        return self.use.mesh.shape
 
 
 def price(
     problem: Problem,
-    mesh: LogicalMesh,
+    use: MeshUse | LogicalMesh,
     *,
     repeats: int = 1,
-    data_axes: frozenset[int] = frozenset(),
-    context_axes: frozenset[int] = frozenset(),
-    gathers_once: bool = False,
     choices: Sequence[Ints] | None = None,
 ) -> Priced:
     """Price choices and conversions.
 
     Args:
         problem: of the step at the size of one micro-batch.
+        use: the mesh, of which independent micro-batches have no axes over which gradients wait, as
+            each sums its own. Casts are gathered once only where some are made once.
         repeats: micro-batches in a step.
-        data_axes: axes (by position) that split nothing but the batch, so that gradients are summed
-            over them once, after the last micro-batch; none for independent micro-batches, of
-            which each sums its own.
-        context_axes: the axis that splits the sequence, if gradients wait over it, too.
-        gathers_once: whether casts of parameters are gathered over these axes once in a step;
-            see `StagePlan`. Without effect where nothing is cast once.
         choices: for each node the choices to price, `(choices, axes)`; by default all choices.
     """
-    graph, target = problem.nodes, target_for(mesh.cluster.device)
-    if problem.semantics == "independent":
-        data_axes = context_axes = frozenset()
+    use = MeshUse(mesh=use) if isinstance(use, LogicalMesh) else use
+    use = use.under(problem.semantics)
+    graph, target = problem.nodes, target_for(use.mesh.cluster.device)
     # Independent micro-batches are steps of their own.
     keeps_casts = repeats > 1 and problem.semantics != "independent"
+    if use.gathers_once and not (keeps_casts and any(edge.cast for edge in graph.edges)):
+        use = replace(use, gathers_once=False)
     # One pricer for all nodes and edges, so that they share its cache.
     pricer = _Pricer(
-        mesh=mesh,
+        use=use,
         target=target,
         repeats=repeats,
-        data_axes=data_axes,
-        context_axes=context_axes,
         keeps_casts=keeps_casts,
-        gathers_once=gathers_once and keeps_casts and any(edge.cast for edge in graph.edges),
-        between_hosts=frozenset(
-            axis for axis, name in enumerate(mesh.axis_names) if mesh.link((name,)).crosses_hosts
-        ),
+        between_hosts=use.mesh.axes_between_hosts,
     )
-    if pricer.gathers_once:
+    if use.gathers_once:
         graph = replace(
             graph, edges=tuple(replace(e, share=e.share_once) if e.cast else e for e in graph.edges)
         )
     if choices is None:
-        choices = [enumerate_choices(node, mesh.shape) for node in graph.nodes]
+        choices = [enumerate_choices(node, use.mesh.shape) for node in graph.nodes]
     nodes = tuple(
         pricer.node(node, work, node_choices)
         for node, work, node_choices in zip(graph.nodes, problem.work, choices, strict=True)
@@ -222,12 +212,9 @@ def price(
         made=problem.made,
         kept=problem.kept,
         copies=problem.copies,
-        mesh=mesh,
+        use=use,
         target=target,
         repeats=repeats,
-        data_axes=data_axes,
-        context_axes=context_axes,
-        gathers_once=pricer.gathers_once,
         nodes=nodes,
         edges=edges,
     )
@@ -262,14 +249,11 @@ class _Pricer:
         between_hosts: The axes of the mesh whose neighbours lie in different hosts.
     """
 
-    mesh: LogicalMesh
+    use: MeshUse
     target: Target
     repeats: int
-    data_axes: frozenset[int]
-    context_axes: frozenset[int]
     keeps_casts: bool
-    gathers_once: bool
-    between_hosts: frozenset[int]
+    between_hosts: tuple[int, ...]
     cache: _Cache = field(default_factory=_Cache)
 
     def node(self, node: Node, node_work: Sequence[Work], choices: Ints) -> PricedNode:
@@ -277,7 +261,7 @@ class _Pricer:
         gradient, gradient_once, once_hideable, deferrable = np.zeros((4, len(choices)))
         sizes = [factor.size for factor in node.factors]
         for work in node_work:
-            each = work_seconds(work, sizes, choices, self.mesh, self.target)
+            each = work_seconds(work, sizes, choices, self.use.mesh, self.target)
             times = work.times(self.repeats) if self.keeps_casts else self.times(work.phase)
             compute[work.phase] += times * each
             casts[work.phase] += (self.times(work.phase) - times) * each
@@ -317,24 +301,24 @@ class _Pricer:
         """Seconds of a node's own collective under each choice, and the part of them that is paid
         once in a step, for sums of gradients.
         """
-        local = collective.num_bytes / shards(choices, collective.split_by, self.mesh.shape)
+        local = collective.num_bytes / shards(choices, collective.split_by, self.use.mesh.shape)
         seconds, paid_once = np.zeros((2, len(choices)))
-        waiting = waits_over(collective, self.data_axes, self.context_axes)
+        waiting = self.use.waits_over(collective)
         for axes, rows in joined_axes(choices, collective.factors):
             for summed, once in split_deferred_axes(collective, axes, waiting):
-                kind, hops = in_hops(collective.kind, summed, self.mesh)
-                latency, per_byte = collective_line(kind, summed, self.mesh, self.target)
+                kind, hops = in_hops(collective.kind, summed, self.use.mesh)
+                latency, per_byte = collective_line(kind, summed, self.use.mesh, self.target)
                 times = hops * collective.count * (1 if once else self.times(collective.phase))
                 entering = local[rows] * widening(
                     collective.dtype, self.target, total=once and self.repeats > 1
                 )
                 share = combined_share(entering, self.target) if collective.gradient else 1.0
                 each = latency * share + per_byte * entering
-                if self.mesh.cluster.measured is not None and latency + per_byte:
+                if self.use.mesh.cluster.measured is not None and latency + per_byte:
                     each = (
                         each
                         * collective_corrections(
-                            kind, summed, self.mesh, None, entering, each
+                            kind, summed, self.use.mesh, None, entering, each
                         ).ratios
                     )
                 seconds[rows] += times * each
@@ -346,7 +330,7 @@ class _Pricer:
         """Share of a node's own sum of gradients that can hide under each choice."""
         shares = np.full(len(choices), self.target.gradient_overlap(False))
         for axes, rows in joined_axes(choices, collective.factors):
-            if not self.between_hosts.isdisjoint(axes):
+            if any(axis in self.between_hosts for axis in axes):
                 shares[rows] = self.target.gradient_overlap(True)
         return shares
 
@@ -374,7 +358,7 @@ class _Pricer:
     def conversions(self, edge: Edge, sources: _Specs, targets: _Specs) -> _EdgePrices:
         """`seconds`, `once_s`, `hideable_s`, `once_hideable_s` and `moves` of `PricedEdge`."""
         whole = edge.num_bytes * widening(edge.dtype, self.target)
-        sums, near_bytes = sum_collective(edge, self.target), rounded_bytes(whole, self.mesh)
+        sums, near_bytes = sum_collective(edge, self.target), rounded_bytes(whole, self.use.mesh)
         latency, per_byte, moves = self.conversion_lines(sources, targets, sums, near_bytes)
         if edge.kind == "alias":
             parts = np.array([[pieces(edge, p, q, self.target) for q in targets] for p in sources])
@@ -389,7 +373,7 @@ class _Pricer:
         )
         if edge.gradient and self.repeats > 1 and edge.phase is not Phase.UPDATE:
             seconds, once = self.with_deferred_sums(edge, sources, targets, seconds)
-        if self.gathers_once and edge.cast:
+        if self.use.gathers_once and edge.cast:
             seconds, once, moves = self.gathered_once(edge, sources, targets, moves)
         hideable, once_hideable = self.hideable(edge, sources, targets, seconds, once)
         return seconds, once, hideable, once_hideable, moves
@@ -403,13 +387,13 @@ class _Pricer:
         parallelism.
         """
         finite = np.where(np.isfinite(seconds), seconds, 0.0)
-        if self.gathers_once and edge.cast:
+        if self.use.gathers_once and edge.cast:
             # What is gathered before the first micro-batch has no compute to hide beside.
             finite, once = finite - np.where(np.isfinite(seconds), once, 0.0), np.zeros_like(once)
         if edge.beside_compute:
             share: Floats | float = self.target.overlap_fraction
             if edge.gradient and self.between_hosts:
-                axes = sorted(self.between_hosts)
+                axes = list(self.between_hosts)
                 partial = np.array(sources)[:, None, axes] <= PARTIAL
                 crosses = (partial & (np.array(targets)[:, axes] > PARTIAL)).any(axis=-1)
                 share = np.where(crosses, self.target.gradient_overlap(True), share)
@@ -460,7 +444,7 @@ class _Pricer:
         """Latency and seconds per byte of the whole array, for one conversion."""
         known = self.cache.lines.get((source, target, sums, near_bytes))
         if known is None:
-            moves = reshard(source, target, self.mesh.shape, sums)
+            moves = reshard(source, target, self.use.mesh.shape, sums)
             latency, per_byte = (0.0, 0.0) if moves is not None else (np.inf, 0.0)
             for move in moves or ():
                 fixed, slope = self.move_line(
@@ -483,7 +467,7 @@ class _Pricer:
         known = self.cache.collectives.get(key)
         if known is None:
             known = self.cache.collectives[key] = move_line(
-                move, copies, self.mesh, self.target, near_bytes
+                move, copies, self.use.mesh, self.target, near_bytes
             )
         return known
 
@@ -493,7 +477,7 @@ class _Pricer:
         """`seconds` and `once_s` of a gradient's conversions: its sums over axes where it waits run
         once, after the last micro-batch.
         """
-        waiting = waits_over(edge, self.data_axes, self.context_axes)
+        waiting = self.use.waits_over(edge)
         seconds, once = seconds.copy(), np.zeros(seconds.shape)
         each_bytes = edge.num_bytes * widening(edge.dtype, self.target)
         total_bytes = edge.num_bytes * widening(edge.dtype, self.target, total=True)
@@ -521,7 +505,7 @@ class _Pricer:
         whole = edge.num_bytes * widening(edge.dtype, self.target)
         sums = sum_collective(edge, self.target)
         for p, source in enumerate(sources):
-            gathered = without_axes(source, self.data_axes | self.context_axes)
+            gathered = without_axes(source, self.use.data_axes | self.use.context_axes)
             if edge.phase is not Phase.BACKWARD:
                 once[p] = edge.count * self.conversion_seconds(source, gathered, sums, whole)
             for q, target in enumerate(targets):
@@ -534,7 +518,7 @@ class _Pricer:
         self, source: Spec, target: Spec, sums: SumCollective, whole_bytes: float
     ) -> float:
         """Seconds of one conversion of a gradient of `whole_bytes`."""
-        near_bytes = rounded_bytes(whole_bytes, self.mesh)
+        near_bytes = rounded_bytes(whole_bytes, self.use.mesh)
         latency, per_byte = self.conversion_line(source, target, sums, near_bytes)
         share = float(combined_share(whole_bytes, self.target))
         return latency * share + per_byte * whole_bytes

@@ -240,7 +240,7 @@ def predict_stages(
     if casts_once is None:
         fits = (times.peak_bytes <= memory_limit_bytes).tolist()
         casts_once = [
-            once and (fits[schedule.submesh_of(k)] or stages[k].priced.gathers_once)
+            once and (fits[schedule.submesh_of(k)] or stages[k].priced.use.gathers_once)
             for k, once in enumerate(cast)
         ]
         if casts_once != cast:
@@ -336,7 +336,7 @@ def _forward_s(stage: PricedStage) -> float:
 
 
 def _data_parallel_size(stage: PricedStage) -> int:
-    return math.prod(stage.priced.mesh.shape[axis] for axis in stage.priced.data_axes)
+    return math.prod(stage.priced.mesh.shape[axis] for axis in stage.priced.use.data_axes)
 
 
 def _stage_prediction(

@@ -266,6 +266,12 @@ class Graph:
     calling: Any = field(repr=False)
     split: Split | None = field(default=None, repr=False)
 
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The size of the first dim of each array of the batch; scalars have none."""
+        shapes = [self.values[i.value].shape for i in self.inputs if i.role is Role.BATCH]
+        return tuple([shape[0] for shape in shapes if shape])
+
     @functools.cached_property
     def makers(self) -> Mapping[ValueId, Op]:
         """The operator that makes each value; inputs and constants have none."""

@@ -67,15 +67,10 @@ def what_may_fit(
     times = problem.nodes.num_ops + 1
 
     def needed_bytes(of_batch: float, of_split: float, more: float = 0.0) -> float:
-        kept = [
-            (
-                p.alive,
-                p.num_bytes
-                * (of_batch if p.holds_batch else 1.0)
-                * (of_split if p.is_split else 1.0),
-            )
-            for p in parts
-        ]
+        kept = []
+        for p in parts:
+            size = p.num_bytes * (of_batch if p.holds_batch else 1.0)
+            kept.append((p.alive, size * (of_split if p.is_split else 1.0)))
         return float(alive_over_time(kept, times).max()) + more
 
     now, devices = problem.num_micro_batches, problem.cluster.num_devices
@@ -91,7 +86,11 @@ def what_may_fit(
             sums /= devices
     advice = []
     # Each micro-batch is split as far as the batch is now.
-    pieces = max((_pieces(p) for p in parts if p.holds_batch and _is_batch(p)), default=1)
+    pieces = 1
+    for p in parts:
+        is_batch = isinstance(p.alive, Resident) and p.alive.category == "batch" and p.holds_batch
+        if isinstance(p.alive, Resident) and is_batch and p.num_bytes:
+            pieces = max(pieces, round(p.alive.num_bytes / p.num_bytes))
     fewest = None
     for count in (now * 2**k for k in range(1, int(math.log2(MOST_MICRO_BATCHES)) + 1)):
         if rows * now % count or rows * now // count < pieces:
@@ -107,7 +106,9 @@ def what_may_fit(
     most = next((n for n in times_devices if needed_bytes(1.0, 1 / n) <= limit_bytes), None)
     if most is not None:
         advice.append(f"{devices * most} such devices (now {devices})")
-    if may_be_shared and splits_parameters and _leaves_out(spaces):
+    # Some spaces have fewer choices than operators have.
+    leaves_out = not any(all(mask.all() for mask in space.allowed) for space in spaces)
+    if may_be_shared and splits_parameters and leaves_out:
         advice.append("method shard or auto, which leave every split open")
     remark = ""
     if fewest is None and most is None:
@@ -144,35 +145,21 @@ def _parts(priced: Priced, picks: NDArray[np.int64], growing_axis: int) -> list[
             for edge in edges
             for f in nodes.batch_factors[edge.source]
         )
-        targets = [
-            priced.edges[i].targets[priced.edges[i].target_index[picks[edge.target]]]
-            for i, edge in zip(conversion.edges, edges, strict=True)
-        ]
+        targets = []
+        for i, edge in zip(conversion.edges, edges, strict=True):
+            targets.append(
+                priced.edges[i].targets[priced.edges[i].target_index[picks[edge.target]]]
+            )
         is_split = all(t[growing_axis] >= 0 for t in targets)
         parts.append(_Part(conversion, num_bytes, holds_batch, is_split))
     return parts
 
 
-def _is_batch(part: _Part) -> bool:
-    return isinstance(part.alive, Resident) and part.alive.category == "batch"
-
-
-def _pieces(part: _Part) -> int:
-    assert isinstance(part.alive, Resident)
-    return round(part.alive.num_bytes / part.num_bytes) if part.num_bytes else 1
-
-
-def _leaves_out(spaces: Sequence[Space | TooLarge]) -> bool:
-    """True if the spaces have fewer choices than operators have."""
-    return not any(all(mask.all() for mask in space.allowed) for space in spaces)
-
-
 def _can_split(problem: Problem, space: Space | TooLarge, role: Role) -> bool:
     """True if a space has a choice that splits an array of a role."""
-    nodes = {
-        port.node
-        for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True)
-        if item.role is role and port.node >= 0
-    }
+    nodes = set()
+    for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):
+        if item.role is role and port.node >= 0:
+            nodes.add(port.node)
     choices = space.choices
     return any((choices[n][space.allowed[n]] >= 0).any() for n in nodes)

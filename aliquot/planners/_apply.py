@@ -6,16 +6,16 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ..cluster import AbstractMeasured, Cluster, subcluster
 from ..core import AliquotWarning
 from ..cost import PlannedStage, PlannedStep, Problem, decode_interior, make_problem
 from ..graph import Graph, graph_fingerprint, split_scans, with_recomputation
-from ..plans import ArrayInterface, Plan, StagePlan, require_match
+from ..plans import Plan, require_match
 from ..sharding import Choice, NodeId, layer_step, stage_step, without_own_loop
 from ._base import Task
 from ._follow import follow
+from ._write import array_interfaces
 
 
 def apply_plan(
@@ -37,10 +37,11 @@ def apply_plan(
         PlanMismatchError: the plan was made for another step; lists every difference.
         CaptureError: the step does not decompose into the plan's micro-batches.
     """
+    inputs, outputs = array_interfaces(graph)
     require_match(
         plan,
-        inputs=tuple(_interface(graph, i.path, i.value, i.role.value) for i in graph.inputs),
-        outputs=tuple(_interface(graph, o.path, o.value, "") for o in graph.outputs),
+        inputs=inputs,
+        outputs=outputs,
         asked=f"the plan was made for another step than {graph.name}",
     )
     cluster = replace(Cluster.from_dict(plan.cluster), measured=measured)
@@ -60,17 +61,6 @@ def _as_planned(plan: Plan, graph: Graph, on_missing_rule: str) -> Graph:
     takes_place = plan.num_micro_batches % own.turns == 0
     is_same = graph_fingerprint(own.graph) == plan.graph_fingerprint
     return own.graph if is_same or takes_place else graph
-
-
-def _interface(graph: Graph, path: str, operand: Any, role: str) -> ArrayInterface:
-    value = graph.values[operand] if isinstance(operand, int) else operand
-    return ArrayInterface(
-        path=path,
-        shape=tuple(value.shape),
-        dtype=value.dtype,
-        role=role,
-        memory=value.memory.value,
-    )
 
 
 def _program(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) -> PlannedStep:
@@ -128,16 +118,17 @@ def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) 
             semantics=plan.micro_batch_semantics,
             of_stage=True,
         )
-        problem = replace(problem, cluster=subcluster(cluster, _submesh(stage, cluster)))
+        size = math.prod(stage.mesh_shape)
+        problem = replace(
+            problem,
+            cluster=subcluster(
+                cluster,
+                (max(1, size // cluster.devices_per_host), min(size, cluster.devices_per_host)),
+            ),
+        )
         choices = decode_interior(stage, problem.nodes)
         repeat = frozenset(NodeId(k) for k, entry in enumerate(stage.interior) if entry.recompute)
         stages.append(PlannedStage(problem=problem, choices=choices, repeat=repeat))
     return PlannedStep(
         plan=plan, graph=layered.graph, stages=tuple(stages), layered=layered, staged=staged
     )
-
-
-def _submesh(stage: StagePlan, cluster: Cluster) -> tuple[int, int]:
-    """Number of hosts of a stage, and of devices in each."""
-    size = math.prod(stage.mesh_shape)
-    return max(1, size // cluster.devices_per_host), min(size, cluster.devices_per_host)

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from ..core import InfeasibleError, format_bytes
 from ..cost import Problem
 from ._base import Decision, Progress, Task
-from ._hosts import Hosts
 from ._method import AbstractMethod
 from ._methods import WholeProgram, simple_plan
 from ._pipelines import PipelineCounts, Pipelines
 from ._pipeshard import PipeshardParallel
 from ._programs import Programs
 from ._quick_bounds import least_compute_s
-from ._search import AbstractFamily, Search
+from ._search import AbstractFamily, Hosts, Search
 from .intra import ILP, AbstractIntra
 
 # On more devices the search for stages takes too long.
@@ -112,27 +111,18 @@ class Auto(AbstractMethod):
         except InfeasibleError as error:
             if not isinstance(of_pipelines, InfeasibleError):
                 raise
-            smaller = min(error, of_pipelines, key=_required_bytes)
-            raise _for_both_searches(smaller, search.task) from None
-
-
-def _for_both_searches(error: InfeasibleError, task: Task) -> InfeasibleError:
-    """The error of the search with the smaller plan, worded as the answer of both searches."""
-    claim, _, rest = error.message.partition("\n")
-    if claim.startswith("No "):
-        claim = (
-            f"No plan fits {task.cluster.name} ({format_bytes(task.limit_bytes)} usable on each"
-            " device), neither with a pipeline nor without."
-        )
-    return error.reworded(f"{claim}\n{rest}", _untried(error, task))
-
-
-def _untried(error: InfeasibleError, task: Task) -> list[str]:
-    """The advice of one search that the other has not followed in vain."""
-    if task.num_micro_batches is not None:
-        return list(error.advice)
-    return [each for each in error.advice if "micro-batch" not in each and "method" not in each]
-
-
-def _required_bytes(error: InfeasibleError) -> float:
-    return error.required_bytes or math.inf
+            smaller = min(error, of_pipelines, key=lambda each: each.required_bytes or math.inf)
+            # The error of the search with the smaller plan, worded as the answer of both searches.
+            claim, _, rest = smaller.message.partition("\n")
+            if claim.startswith("No "):
+                limit = format_bytes(search.task.limit_bytes)
+                claim = (
+                    f"No plan fits {search.task.cluster.name} ({limit} usable on each device),"
+                    " neither with a pipeline nor without."
+                )
+            advice = list(smaller.advice)
+            if search.task.num_micro_batches is None:
+                # The other search has followed this advice in vain.
+                tried = ("micro-batch", "method")
+                advice = [each for each in advice if not any(word in each for word in tried)]
+            raise smaller.reworded(f"{claim}\n{rest}", advice) from None

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..cost import waits_over
 from ..graph import Phase, Role
 from ..plans import AxisUse, names_experts
 from ..sharding import (
@@ -27,16 +26,16 @@ from ._base import StageDecision
 def axis_uses(stage: StageDecision) -> dict[str, AxisUse]:
     """What each axis of more than one device splits of a stage's work, by its name."""
     mesh, work = stage.priced.mesh, _Work.of(stage)
-    return {
-        name: AxisUse(
-            **work.reads(axis),
-            gradients=work.gradients(axis),
-            batch=work.of_batch(axis),
-            exchanges=work.exchanges(axis),
-        )
-        for axis, (name, size) in enumerate(zip(mesh.axis_names, mesh.shape, strict=True))
-        if size > 1
-    }
+    found = {}
+    for axis, (name, size) in enumerate(zip(mesh.axis_names, mesh.shape, strict=True)):
+        if size > 1:
+            found[name] = AxisUse(
+                **work.reads(axis),
+                gradients=work.gradients(axis),
+                batch=work.of_batch(axis),
+                exchanges=work.exchanges(axis),
+            )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,8 @@ class _Work:
     """A stage's work under its choices.
 
     Attributes:
-        parameter_reads: see `_parameter_reads`.
+        parameter_reads: the edges by which products of the forward pass read parameters, or what is
+            made of these alone, and whether these are parameters of experts.
         models: whether several models train side by side, as under `vmap`: the batch dim of
             products is one of their parameters' as well.
         dims: for each node of new parameters, the factors that are dims of these.
@@ -59,7 +59,34 @@ class _Work:
 
     @staticmethod
     def of(stage: StageDecision) -> _Work:
-        nodes, found = stage.priced.graph, _parameter_reads(stage)
+        nodes = stage.priced.graph
+        parameters, experts = set[tuple[NodeId, Projection, int]](), set[NodeId]()
+        for item, port in zip(stage.problem.graph.inputs, nodes.input_ports, strict=True):
+            if item.role is Role.PARAMETER:
+                num_bytes = stage.problem.graph.values[item.value].num_bytes
+                parameters.add((port.node, port.projection, num_bytes))
+                if names_experts(item.path):
+                    experts.add(port.node)
+        made = defaultdict[NodeId, list[NodeId]](list)
+        for edge in nodes.edges:
+            if edge.parameter and nodes.nodes[edge.target].kind != "product":
+                made[edge.source].append(edge.target)
+                # A loop over steps carries parameters in a node of its own.
+                parameters.add((edge.target, edge.target_projection, edge.num_bytes))
+        pending = list(experts)
+        while pending:
+            new = set(made[pending.pop()]) - experts
+            experts |= new
+            pending += new
+        found = {}
+        for edge in nodes.edges:
+            reader = nodes.nodes[edge.target]
+            is_parameter = edge.parameter or (
+                (edge.source, edge.source_projection, edge.num_bytes) in parameters
+            )
+            is_read = edge.kind == "operand" and reader.kind == "product"
+            if is_read and is_parameter and reader.phase is Phase.FORWARD:
+                found[edge] = edge.source in experts
         dims = defaultdict[NodeId, set[int]](set)
         for item in stage.problem.graph.inputs:
             if item.role is Role.PARAMETER and item.output is not None:
@@ -106,7 +133,7 @@ class _Work:
             if not edge.gradient or edge.phase is Phase.UPDATE or not is_of_parameter:
                 continue
             made, read = self.splits(edge, axis)
-            waiting = waits_over(edge, priced.data_axes, priced.context_axes)
+            waiting = priced.use.waits_over(edge)
             waits = priced.repeats > 1 and axis in waiting and made <= PARTIAL
             how = "whole" if read < 0 else "split at last" if waits else "split"
             amounts[how] += edge.num_bytes * edge.count
@@ -167,38 +194,3 @@ class _Work:
                 if choice[axis] in collective.factors and (has_batch or is_array):
                     return True
         return False
-
-
-def _parameter_reads(stage: StageDecision) -> dict[Edge, bool]:
-    """The edges by which products of the forward pass read parameters, or what is made of these
-    alone, and whether these are parameters of experts.
-    """
-    nodes = stage.priced.graph
-    parameters, experts = set[tuple[NodeId, Projection, int]](), set[NodeId]()
-    for item, port in zip(stage.problem.graph.inputs, nodes.input_ports, strict=True):
-        if item.role is Role.PARAMETER:
-            num_bytes = stage.problem.graph.values[item.value].num_bytes
-            parameters.add((port.node, port.projection, num_bytes))
-            if names_experts(item.path):
-                experts.add(port.node)
-    made = defaultdict[NodeId, list[NodeId]](list)
-    for edge in nodes.edges:
-        if edge.parameter and nodes.nodes[edge.target].kind != "product":
-            made[edge.source].append(edge.target)
-            # A loop over steps carries parameters in a node of its own.
-            parameters.add((edge.target, edge.target_projection, edge.num_bytes))
-    pending = list(experts)
-    while pending:
-        new = set(made[pending.pop()]) - experts
-        experts |= new
-        pending += new
-    reads = {}
-    for edge in nodes.edges:
-        reader = nodes.nodes[edge.target]
-        is_parameter = edge.parameter or (
-            (edge.source, edge.source_projection, edge.num_bytes) in parameters
-        )
-        is_read = edge.kind == "operand" and reader.kind == "product"
-        if is_read and is_parameter and reader.phase is Phase.FORWARD:
-            reads[edge] = edge.source in experts
-    return reads

@@ -22,6 +22,7 @@ from ..sharding import (
     NodeId,
     StagedStep,
     plan_micro_batches,
+    runs_in_groups,
 )
 
 _STAYS = (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE)
@@ -77,10 +78,10 @@ class StageDecision:
     @property
     def choices(self) -> list[Choice]:
         """For each node, the factor that each mesh axis splits, or -1."""
-        return [
-            tuple(int(f) for f in table.choices[pick])
-            for table, pick in zip(self.priced.nodes, self.picks.tolist(), strict=True)
-        ]
+        found = []
+        for table, pick in zip(self.priced.nodes, self.picks.tolist(), strict=True):
+            found.append(tuple(int(f) for f in table.choices[pick]))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -255,6 +256,12 @@ class Task:
             name=f"{num_hosts} of the {whole.num_hosts} hosts of {whole.name}",
         )
         return replace(self, cluster=part)
+
+    def decomposes(self, count: int) -> bool:
+        """True if the step decomposes into so many micro-batches."""
+        return count == 1 or runs_in_groups(
+            self.graph, count, 1, semantics=self.semantics, on_missing_rule=self.on_missing_rule
+        )
 
     def problem(self, num_micro_batches: int) -> Problem:
         """The problem of planning the step as one program, in the given number of micro-batches.

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..cluster import Cluster
-from ..cost import UNIT_FIGURES, Chain, StageOption
-from ..graph import Graph, Role
+from ..cost import UNIT_FIGURES, Chain
+from ..graph import Graph
 
 MOST_MICRO_BATCHES = 1024
 MANY_DEVICES = 128
@@ -21,12 +20,7 @@ MANY_DEVICES = 128
 
 def batch_size(graph: Graph) -> int:
     """Size of the batch, which numbers of micro-batches must divide; 1 for a step without one."""
-    sizes = [
-        graph.values[i.value].shape[0]
-        for i in graph.inputs
-        if i.role is Role.BATCH and graph.values[i.value].shape
-    ]
-    return math.gcd(*sizes) or 1
+    return math.gcd(*graph.batch_sizes) or 1
 
 
 def program_counts(graph: Graph, num_devices: int) -> list[int]:
@@ -58,19 +52,14 @@ def counts_to_try(graph: Graph, cluster: Cluster) -> list[list[int]]:
     # With a single micro-batch, only one stage is busy at a time.
     first = [n for n in usual if n > 1] or usual
     if cluster.num_devices > MANY_DEVICES:
-        first = _at_least_doubling(first)
+        # The first number, the last, and those between that are at least twice the one kept before
+        # them and at most half of the last.
+        kept = list(first[:1])
+        for count in first[1:-1]:
+            if count >= 2 * kept[-1] and 2 * count <= first[-1]:
+                kept.append(count)
+        first = kept + list(first[1:][-1:])
     return [first, [n for n in divisors if n > usual[-1]][-2:]]
-
-
-def _at_least_doubling(counts: Sequence[int]) -> list[int]:
-    """The first number, the last, and those between that are at least twice the one kept before
-    them and at most half of the last.
-    """
-    kept = list(counts[:1])
-    for count in counts[1:-1]:
-        if count >= 2 * kept[-1] and 2 * count <= counts[-1]:
-            kept.append(count)
-    return kept + list(counts[1:][-1:])
 
 
 def drawn_between(chains: Sequence[Chain], priced: Mapping[int, Chain]) -> list[Chain]:
@@ -88,42 +77,32 @@ def drawn_between(chains: Sequence[Chain], priced: Mapping[int, Chain]) -> list[
         if count in priced:
             drawn.append(priced[count])
             continue
-        fewer = max(other for other in priced if other < count)
-        more = min(other for other in priced if other > count)
-        drawn.append(_chain_between(chain, priced[fewer], priced[more]))
+        # Interpolated linearly in the size of a micro-batch: under one split, seconds and bytes
+        # grow about so. The fastest of several splits lies near the line, and mostly above it.
+        coarse = priced[max(other for other in priced if other < count)]
+        fine = priced[min(other for other in priced if other > count)]
+        sizes = [1 / c.num_micro_batches for c in (fine, chain, coarse)]
+        share = (sizes[1] - sizes[0]) / (sizes[2] - sizes[0])
+        # For each option, its number in the priced chains; -1 if they lack it.
+        numbers = []
+        for other in (fine, coarse):
+            place = {(o.submesh, o.mesh_shape, o.recompute): k for k, o in enumerate(other.options)}
+            layouts = [(o.submesh, o.mesh_shape, o.recompute) for o in chain.options]
+            numbers.append(np.array([place.get(layout, -1) for layout in layouts]))
+        of_fine, of_coarse = numbers
+        known = (of_fine >= 0) & (of_coarse >= 0) & np.isfinite(chain.forward_s)
+        between = {}
+        # Number -1 reads the last column, which `known` masks out.
+        for name in UNIT_FIGURES:
+            near, far = getattr(fine, name)[:, of_fine], getattr(coarse, name)[:, of_coarse]
+            known_both = known & np.isfinite(near) & np.isfinite(far)
+            with np.errstate(invalid="ignore"):
+                between[name] = np.where(
+                    known_both, (1 - share) * near + share * far, getattr(chain, name)
+                )
+        # Both are interpolated separately, so rounding could make the part exceed the whole.
+        between["weight_gradient_s"] = np.minimum(
+            between["weight_gradient_s"], between["backward_s"]
+        )
+        drawn.append(replace(chain, **between))
     return drawn
-
-
-def _chain_between(chain: Chain, coarse: Chain, fine: Chain) -> Chain:
-    """A chain with figures interpolated between two others, linearly in the size of a micro-batch.
-
-    Under one split, seconds and bytes grow about linearly with the size of a micro-batch. The
-    fastest of several splits lies near the line between two sizes, and mostly above it.
-
-    Args:
-        chain: gives the number of micro-batches, and the figures of options that another lacks.
-        coarse: priced at fewer and larger micro-batches.
-        fine: priced at more and smaller ones.
-    """
-    sizes = [1 / c.num_micro_batches for c in (fine, chain, coarse)]
-    share = (sizes[1] - sizes[0]) / (sizes[2] - sizes[0])
-    of_fine, of_coarse = (_columns(other, chain.options) for other in (fine, coarse))
-    known = (of_fine >= 0) & (of_coarse >= 0) & np.isfinite(chain.forward_s)
-    between = {}
-    # Number -1, of an option that a chain lacks, reads its last column, which `known` masks out.
-    for name in UNIT_FIGURES:
-        near, far = getattr(fine, name)[:, of_fine], getattr(coarse, name)[:, of_coarse]
-        known_both = known & np.isfinite(near) & np.isfinite(far)
-        with np.errstate(invalid="ignore"):
-            between[name] = np.where(
-                known_both, (1 - share) * near + share * far, getattr(chain, name)
-            )
-    # Both are interpolated separately, so rounding could make the part exceed the whole.
-    between["weight_gradient_s"] = np.minimum(between["weight_gradient_s"], between["backward_s"])
-    return replace(chain, **between)
-
-
-def _columns(chain: Chain, options: Sequence[StageOption]) -> NDArray[np.int64]:
-    """For each option, its number in a chain; -1 if the chain lacks it."""
-    place = {(o.submesh, o.mesh_shape, o.recompute): k for k, o in enumerate(chain.options)}
-    return np.array([place.get((o.submesh, o.mesh_shape, o.recompute), -1) for o in options])

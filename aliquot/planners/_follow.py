@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cluster import LogicalMesh
-from ..cost import Priced, Problem, find_picks, price
+from ..cost import MeshUse, Priced, Problem, find_picks, price
 from ..graph import wildcard
 from ..plans import StagePlan
 from ..sharding import Choice, format_spec, project, without_partial
 from ._neighbourhood import choices_to_try
-from ._race import Entry, race
+from ._race import Entry, Race
 from .intra import ILP, AbstractIntra, Space, fixed
 
 
@@ -50,24 +49,14 @@ def follow(
     # Where the data axes rule out a node's pinned choice, the plan's own split takes precedence.
     masks = [a & b if (a & b).any() else b for a, b in zip(open_choices, pins, strict=True)]
     entry = Entry(space=Space(name="follow", priced=priced, allowed=masks), intra=intra)
-    decision = race(
-        problem,
-        [entry],
-        method="follow",
-        planner=intra.name,
-        relative_gap=intra.relative_gap,
-        states_bound=False,
-    )
-    return tuple(
-        tuple(int(f) for f in table.choices[pick])
-        for table, pick in zip(priced.nodes, decision.picks.tolist(), strict=True)
-    )
+    decision = Race(problem=problem, method="follow", intra=intra).best([entry])
+    return tuple(decision.stages[0].choices)
 
 
 def _open_choices(priced: Priced, kinds: fixed.Kinds) -> fixed.Masks:
     """Masks under which the data axes split only the batch, if they divide it."""
     choices = [node.choices for node in priced.nodes]
-    masks = fixed.data_axes_restriction(priced.graph, choices, kinds, priced.data_axes)
+    masks = fixed.data_axes_restriction(priced.graph, choices, kinds, priced.use.data_axes)
     return masks or fixed.everything(priced)
 
 
@@ -111,25 +100,15 @@ def _priced(
     also: frozenset[int],
 ) -> Priced:
     """The problem on a stage's mesh, with the stage's own choices among those that are priced."""
-    mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=problem.cluster)
-    axes = frozenset(stage.axis_names.index(a) for a in stage.data_axes)
-    context_axes = frozenset(stage.axis_names.index(a) for a in stage.context_axes)
-    tried = choices_to_try(problem, mesh, axes, intra, also)
+    use = MeshUse.of_stage(stage, problem.cluster)
+    tried = choices_to_try(problem, use, intra, also)
     if choices:
         tried = [
             # Choices are sorted, so that equal ones are priced once.
             np.unique(np.vstack([some, [mine]]), axis=0)
             for some, mine in zip(tried, choices, strict=True)
         ]
-    return price(
-        problem,
-        mesh,
-        repeats=problem.num_micro_batches,
-        data_axes=axes,
-        context_axes=context_axes,
-        gathers_once=stage.gathers_once,
-        choices=tried,
-    )
+    return price(problem, use, repeats=problem.num_micro_batches, choices=tried)
 
 
 def _without(
@@ -147,7 +126,9 @@ def _without(
     item, port = problem.graph.inputs[k], priced.graph.input_ports[k]
     rank = len(problem.graph.values[item.value].shape)
     table = priced.nodes[node].choices
-    specs = [without_partial(project(tuple(int(f) for f in c), port.projection)) for c in table]
+    specs = []
+    for c in table:
+        specs.append(without_partial(project(tuple(int(f) for f in c), port.projection)))
     chosen = specs[int(picks[node])]
     is_other_split = masks[node] & np.array([s != chosen for s in specs])
     if not is_other_split.any():

@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import IO, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..core import collect_seldom, num_cores
 
@@ -196,7 +196,8 @@ class SharedQueue(Generic[T]):
                 if self._complete and not self._open:
                     return
                 if select.select([process.stdout], [], [], _POLL_S)[0]:
-                    _expect_ready(process.stdout)
+                    if process.stdout.read(len(_READY)) != _READY:
+                        raise EOFError
                     self._helper.is_ready = True
             while True:
                 with self._changed:
@@ -212,11 +213,6 @@ class SharedQueue(Generic[T]):
                     continue
                 answer = pickle.load(process.stdout)
                 self._answers[under_way.popleft()] = answer
-
-
-def _expect_ready(stream: IO[bytes]) -> None:
-    if stream.read(len(_READY)) != _READY:
-        raise EOFError
 
 
 class _Nothing:

@@ -1,4 +1,6 @@
-"""Chains from the layers of a step: every distinct layer is solved once on every submesh."""
+"""Chains from the layers of a step, written out or in a loop: every distinct layer is solved once
+on every submesh.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from ..cluster import Cluster, LogicalMesh, subcluster, target_for
 from ..cost import (
     Chain,
+    MeshUse,
     PhaseCosts,
     Priced,
     Problem,
@@ -27,16 +30,19 @@ from ..cost import (
 )
 from ..graph import (
     Block,
-    Graph,
+    Layers,
     OpId,
     Phase,
     StageExtracts,
     Staging,
     find_repeats,
+    scans_over_layers,
+    split_scans,
     stage_layers,
+    whole_layers,
 )
-from ..sharding import Crossing, LayeredStep, find_crossing, traces_in_groups
-from ._base import Progress
+from ..sharding import Crossing, LayeredStep, find_crossing, sketch_step, traces_in_groups
+from ._base import Task
 from ._helper import HelperProcess
 from .intra import AbstractIntra, Space, fixed
 
@@ -65,11 +71,9 @@ def submesh_options(
     shapes = [
         (1, n) for n in range(1, per_host + 1) if per_host % n == 0 or micro_batch_size % n == 0
     ]
-    shapes += [
-        (h, per_host)
-        for h in range(2, hosts + 1)
-        if hosts % h == 0 or micro_batch_size % (h * per_host) == 0
-    ]
+    for h in range(2, hosts + 1):
+        if hosts % h == 0 or micro_batch_size % (h * per_host) == 0:
+            shapes.append((h, per_host))
     options: list[StageOption] = []
     for shape in shapes:
         size = math.prod(shape)
@@ -149,20 +153,86 @@ class LayerCosts:
         if self.whole is not None:
             return self.whole.least_compute_s
         alone = [solved[ONE_DEVICE] for solved in self.solutions]
-        seconds = [
-            0.0
-            if costs is None
-            else self.step.num_micro_batches * (costs.costs.forward_s + costs.costs.backward_s)
-            + costs.costs.once_s
-            for costs in alone
-        ]
+        seconds = []
+        for costs in alone:
+            seconds.append(
+                0.0
+                if costs is None
+                else self.step.num_micro_batches * (costs.costs.forward_s + costs.costs.backward_s)
+                + costs.costs.once_s
+            )
         return sum(seconds[kind] for kind in self.kinds)
 
     def chain(self, count: int, memory_limit_bytes: float) -> Chain:
         """The chain for a number of micro-batches. For numbers other than the step's own, passes,
         activations and transfers are scaled with the size of a micro-batch.
         """
-        return _chain(self, count, memory_limit_bytes)
+        step, units, cluster, options = self.step, self.units, self.cluster, self.options
+        # Time and activations of a micro-batch grow with its size.
+        scale = step.num_micro_batches / count
+        # An option that divides micro-batches of one size may not divide those of another.
+        micro_batch_size = step.micro_batch_size * step.num_micro_batches // count
+        divides = np.array([micro_batch_size % (o.dp or 1) == 0 for o in options])
+        can_run = np.isfinite(self.figures("forward_s")) & divides
+
+        def figures(name: str) -> Floats:
+            return np.where(can_run, self.figures(name), np.inf)
+
+        recomputes = np.array([o.recompute == "stage" for o in options])
+        forward, backward = figures("forward_s") * scale, figures("backward_s") * scale
+        activation_bytes = figures("in_flight_bytes") * scale
+        leaving_bytes = np.array([*self.crossing.forward_bytes, 0.0])[list(units)] * scale
+        returning_bytes = np.array([*self.crossing.backward_bytes, 0.0])[list(units)] * scale
+        entering_bytes = np.concatenate(([0.0], leaving_bytes[:-1]))
+        dp = np.array([o.dp or 1 for o in options])
+        # A stage that recomputes has the activations of one micro-batch while its backward pass
+        # runs, and keeps only its input for each. Which layers begin a stage is not known yet, so
+        # each layer is charged a share of an input. Operators inside of layers are charged none, as
+        # their layer is.
+        inner = np.array([unit in step.layers.inner for unit in units])
+        begun_bytes = np.where(inner, 0.0, entering_bytes)
+        recomputed_bytes = np.where(can_run, self.figures("recomputed_bytes") * scale, 0.0)
+        recomputed_bytes += np.where(recomputes & can_run, activation_bytes, 0.0)
+        activation_bytes = np.where(
+            recomputes, begun_bytes[:, None] / dp / _LAYERS_PER_STAGE, activation_bytes
+        )
+        backward = np.where(recomputes, backward + forward, backward)
+        # With recomputation, a backward pass is not split into input and weight gradients: the
+        # latter cannot be deferred.
+        weight_gradient = np.where(recomputes & can_run, 0.0, figures("deferrable_s") * scale)
+        # Operators' shares of both may round differently.
+        weight_gradient = np.minimum(weight_gradient, backward)
+        deferred_bytes = np.where(recomputes & can_run, 0.0, figures("deferred_bytes") * scale)
+        # Names of the layers that others are copies of would not tell these apart.
+        are_copies = len(set(units)) < len(units)
+        return Chain(
+            unit_names=tuple(
+                f"layers[{k}]" if are_copies else step.layers.names[unit]
+                for k, unit in enumerate(units)
+            ),
+            options=tuple(options),
+            most_imbalance=self.intra.stage_imbalance,
+            num_micro_batches=count,
+            forward_s=forward,
+            backward_s=backward,
+            weight_gradient_s=weight_gradient,
+            once_s=figures("once_s"),
+            state_bytes=figures("state_bytes"),
+            in_flight_bytes=activation_bytes,
+            deferred_bytes=deferred_bytes,
+            recomputed_bytes=recomputed_bytes,
+            working_bytes=figures("working_bytes") * scale,
+            # Every micro-batch crosses a cut once in each direction.
+            boundary_bytes=(
+                (leaving_bytes + returning_bytes) / 2 if returning_bytes.any() else leaving_bytes
+            ),
+            memory_limit_bytes=memory_limit_bytes,
+            num_hosts=cluster.num_hosts,
+            devices_per_host=cluster.devices_per_host,
+            intra=cluster.transfer_links[0],
+            inter=cluster.transfer_links[1],
+            overlaps_transfers=target_for(cluster.device).overlaps_transfers,
+        )
 
     def figures(self, name: str) -> Floats:
         """[U, O], a figure of `PhaseCosts` of each unit under each option; infinite where it cannot
@@ -172,13 +242,14 @@ class LayerCosts:
         collectives behind the compute of their neighbours). So those of a layer share what the
         layer costs as a whole, in proportion to what they cost alone.
         """
-        of_kind = [
-            [
-                getattr(found.costs, name) if found is not None else np.inf
-                for found in (solved[o.submesh, o.mesh_shape] for o in self.options)
-            ]
-            for solved in self.solutions
-        ]
+        of_kind = []
+        for solved in self.solutions:
+            of_kind.append(
+                [
+                    getattr(found.costs, name) if found is not None else np.inf
+                    for found in (solved[o.submesh, o.mesh_shape] for o in self.options)
+                ]
+            )
         alone = np.array([of_kind[kind] for kind in self.kinds], np.float64)
         if self.whole is None:
             return alone
@@ -199,14 +270,11 @@ class LayerCosts:
 
 def solve_layers(
     step: LayeredStep,
-    cluster: Cluster,
+    task: Task,
     *,
     intra: AbstractIntra,
     counts: Sequence[int],
     copies: Sequence[int] = (),
-    on_missing_rule: str = "infer",
-    recomputes: bool = True,
-    progress: Progress | None = None,
     helper: HelperProcess | None = None,
 ) -> LayerCosts:
     """Costs of every distinct layer of a step on every submesh, for the step's own number of
@@ -217,12 +285,11 @@ def solve_layers(
         counts: numbers of micro-batches that chains are made for.
         copies: for each unit of the chains the layer that it is a copy of; by default each layer is
             a unit.
-        recomputes: whether stages may recompute.
         helper: a second process that solves some of the layers.
     """
-    options = submesh_options(
-        cluster, step.micro_batch_size, intra.ways_beside_tensor, recomputes=recomputes
-    )
+    cluster, progress = task.cluster, task.progress
+    beside_tensor, recomputes = intra.ways_beside_tensor, task.recomputes
+    options = submesh_options(cluster, step.micro_batch_size, beside_tensor, recomputes=recomputes)
     counts_above_1 = [count for count in counts if count > 1]
     groups = {o.mesh_shape[0] for o in options} - {1}
     # n data-parallel groups trace a micro-batch as n smaller ones: options for which the step
@@ -231,10 +298,15 @@ def solve_layers(
     if step.semantics == "independent":
         groups = set()
     can_be_cut = functools.cache(lambda parts: traces_in_groups(step.graph, parts, 1))
-    can_trace = {n: all(can_be_cut(count * n) for count in counts_above_1) for n in groups}
+    can_trace = {}
+    for n in groups:
+        can_trace[n] = all(can_be_cut(count * n) for count in counts_above_1)
     options = [o for o in options if can_trace.get(o.mesh_shape[0], True)]
     staged = stage_layers(step.part, step.layers, range(len(step.layers)))
-    by_layer = _kinds(step.part, staged)
+    op_class = find_repeats(step.part).op_class
+    by_layer = []
+    for ops in ops_of_layers(staged):
+        by_layer.append(tuple([int(op_class[k]) for k in ops]))
     units = list(copies or range(len(step.layers)))
     numbers: dict[tuple[int, ...], int] = {}
     # Kinds are numbered in the order of the units, so that chains do not depend on the order of
@@ -253,7 +325,7 @@ def solve_layers(
             extract.graph,
             cluster,
             num_micro_batches=step.num_micro_batches,
-            on_missing_rule=on_missing_rule,
+            on_missing_rule=task.on_missing_rule,
             semantics=step.semantics,
             of_stage=True,
         )
@@ -277,12 +349,6 @@ def solve_layers(
         crossing=find_crossing(step.part, staged),
         options=options,
     )
-
-
-def _kinds(graph: Graph, staging: Staging) -> list[tuple[int, ...]]:
-    """For each layer, the classes of its operators; layers with the same classes cost the same."""
-    op_class = find_repeats(graph).op_class
-    return [tuple([int(op_class[k]) for k in ops]) for ops in ops_of_layers(staging)]
 
 
 def ops_of_layers(staging: Staging) -> list[list[OpId]]:
@@ -326,16 +392,13 @@ def price_option(
             choices = split.on_axis(len(names) - 1, problem.nodes, kinds, choices)
     if not choices or not all(map(len, choices)):
         return None
-    priced = price(
-        problem,
-        mesh,
-        repeats=problem.num_micro_batches,
+    use = MeshUse(
+        mesh=mesh,
         data_axes=data_axes,
         context_axes=context_axes,
         gathers_once=intra.gathers_once,
-        choices=choices,
     )
-    return intra.as_allowed(priced)
+    return intra.as_allowed(price(problem, use, repeats=problem.num_micro_batches, choices=choices))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -354,17 +417,18 @@ def _without_operators(problem: Problem) -> Problem:
     to the helper process is quick.
     """
     graph, nodes = problem.graph, problem.nodes
-    ops = [
-        replace(
-            op,
-            inputs=tuple([i for i in op.inputs if isinstance(i, int)]),
-            params={},
-            scope="",
-            eqn=None,
-        )
-        for op in graph.ops
-        if op.phase is not Phase.UPDATE
-    ]
+    ops = []
+    for op in graph.ops:
+        if op.phase is not Phase.UPDATE:
+            ops.append(
+                replace(
+                    op,
+                    inputs=tuple([i for i in op.inputs if isinstance(i, int)]),
+                    params={},
+                    scope="",
+                    eqn=None,
+                )
+            )
     block = Block(inputs=(), items=(), outputs=())
     graph = replace(
         graph, values=(), ops=tuple(ops), body=block, constants={}, calling=None, split=None
@@ -393,7 +457,7 @@ def _solve_layer(layer: _Layer, mesh: _Mesh) -> LayerSolution | None:
         if not np.isfinite(evaluate(priced, picks).total_s):
             return None
         return LayerSolution(costs=phase_costs(priced, picks, problem.graph), picks=picks)
-    space = Space(name="layer", priced=priced, allowed=fixed.everything(priced))
+    space = Space.whole("layer", priced)
     # No memory limit: how many micro-batches a stage has in flight depends on its place in the
     # pipeline, which is not known yet.
     search = layer.intra.begin(problem, space, memory_limit_bytes=np.inf, notes=layer.notes)
@@ -403,70 +467,76 @@ def _solve_layer(layer: _Layer, mesh: _Mesh) -> LayerSolution | None:
     return LayerSolution(costs=phase_costs(priced, search.picks, problem.graph), picks=search.picks)
 
 
-def _chain(costs: LayerCosts, count: int, limit_bytes: float) -> Chain:
-    step, units, cluster, options = costs.step, costs.units, costs.cluster, costs.options
-    # Time and activations of a micro-batch grow with its size.
-    scale = step.num_micro_batches / count
-    # An option that divides micro-batches of one size may not divide those of another.
-    micro_batch_size = step.micro_batch_size * step.num_micro_batches // count
-    divides = np.array([micro_batch_size % (o.dp or 1) == 0 for o in options])
-    can_run = np.isfinite(costs.figures("forward_s")) & divides
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PricedLayers:
+    """Layers of a step with their costs at a number of micro-batches.
 
-    def figures(name: str) -> Floats:
-        return np.where(can_run, costs.figures(name), np.inf)
+    Attributes:
+        chains: the chain of that number first, then those of other numbers, scaled from it.
+        kinds: for each unit, the number of its kind.
+        length: iterations of the loop over layers, each of them a unit; 0 if there is no loop.
+        costs: the costs of each kind of layer, from which the chains are made.
+    """
 
-    recomputes = np.array([o.recompute == "stage" for o in options])
-    forward, backward = figures("forward_s") * scale, figures("backward_s") * scale
-    activation_bytes = figures("in_flight_bytes") * scale
-    leaving_bytes = np.array([*costs.crossing.forward_bytes, 0.0])[list(units)] * scale
-    returning_bytes = np.array([*costs.crossing.backward_bytes, 0.0])[list(units)] * scale
-    entering_bytes = np.concatenate(([0.0], leaving_bytes[:-1]))
-    dp = np.array([o.dp or 1 for o in options])
-    # A stage that recomputes has the activations of one micro-batch while its backward pass runs,
-    # and keeps only its input for each. Which layers begin a stage is not known yet, so each layer
-    # is charged a share of an input. Operators inside of layers are charged none, as their layer
-    # is.
-    inner = np.array([unit in step.layers.inner for unit in units])
-    begun_bytes = np.where(inner, 0.0, entering_bytes)
-    recomputed_bytes = np.where(can_run, costs.figures("recomputed_bytes") * scale, 0.0)
-    recomputed_bytes += np.where(recomputes & can_run, activation_bytes, 0.0)
-    activation_bytes = np.where(
-        recomputes, begun_bytes[:, None] / dp / _LAYERS_PER_STAGE, activation_bytes
+    sketch: LayeredStep
+    costs: LayerCosts
+    chains: Sequence[Chain]
+    kinds: Sequence[int]
+    length: int
+
+    @property
+    def least_compute_s(self) -> float:
+        """Seconds of the layers for a whole batch on a single device, without communication,
+        divided by the number of devices.
+        """
+        return self.costs.least_compute_s / self.costs.cluster.num_devices
+
+
+def price_layers(
+    task: Task,
+    counts: Sequence[int],
+    *,
+    intra: AbstractIntra,
+    layers: str | int | Layers | None,
+    helper: HelperProcess,
+) -> PricedLayers:
+    """The layers of a step, priced at the first of some numbers of micro-batches, with chains for
+    all of them. The fewest come first, as the largest micro-batch can be split over every submesh.
+
+    Args:
+        counts: numbers of micro-batches.
+        intra: finds the splits of each layer.
+        layers: where stages may be cut; see `PipeshardParallel`; or the layers themselves.
+    """
+    graph = task.graph
+    length = (
+        max((scan.length for scan in scans_over_layers(graph) if scan.length > 1), default=0)
+        if layers is None
+        else 0
     )
-    backward = np.where(recomputes, backward + forward, backward)
-    # With recomputation, a backward pass is not split into input and weight gradients: the latter
-    # cannot be deferred.
-    weight_gradient = np.where(recomputes & can_run, 0.0, figures("deferrable_s") * scale)
-    # Operators' shares of both may round differently.
-    weight_gradient = np.minimum(weight_gradient, backward)
-    deferred_bytes = np.where(recomputes & can_run, 0.0, figures("deferred_bytes") * scale)
-    # Names of the layers that others are copies of would not tell these apart.
-    are_copies = len(set(units)) < len(units)
-    return Chain(
-        unit_names=tuple(
-            f"layers[{k}]" if are_copies else step.layers.names[unit]
-            for k, unit in enumerate(units)
-        ),
-        options=tuple(options),
-        most_imbalance=costs.intra.stage_imbalance,
-        num_micro_batches=count,
-        forward_s=forward,
-        backward_s=backward,
-        weight_gradient_s=weight_gradient,
-        once_s=figures("once_s"),
-        state_bytes=figures("state_bytes"),
-        in_flight_bytes=activation_bytes,
-        deferred_bytes=deferred_bytes,
-        recomputed_bytes=recomputed_bytes,
-        working_bytes=figures("working_bytes") * scale,
-        # Every micro-batch crosses a cut once in each direction.
-        boundary_bytes=(
-            (leaving_bytes + returning_bytes) / 2 if returning_bytes.any() else leaving_bytes
-        ),
-        memory_limit_bytes=limit_bytes,
-        num_hosts=cluster.num_hosts,
-        devices_per_host=cluster.devices_per_host,
-        intra=cluster.transfer_links[0],
-        inter=cluster.transfer_links[1],
-        overlaps_transfers=target_for(cluster.device).overlaps_transfers,
+    sketched = split_scans(graph, _few_ranges(length)).graph if length else graph
+    sketch = sketch_step(
+        sketched,
+        counts[0],
+        layers=layers,
+        semantics=task.semantics,
+        on_missing_rule=task.on_missing_rule,
     )
+    last = len(_few_ranges(length)) - 2
+    copies = tuple(0 if k == 0 else last if k == length - 1 else 1 for k in range(length))
+    solve = functools.partial(
+        solve_layers, task=task, intra=intra, counts=counts, copies=copies, helper=helper
+    )
+    costs = solve(sketch)
+    if sketch.layers.inner:
+        whole = solve(replace(sketch, layers=whole_layers(sketch.layers)))
+        costs = replace(costs, whole=whole)
+    chains = [costs.chain(count, task.limit_bytes) for count in dict.fromkeys(counts)]
+    return PricedLayers(sketch=sketch, costs=costs, chains=chains, kinds=costs.kinds, length=length)
+
+
+def _few_ranges(length: int) -> tuple[int, ...]:
+    """Bounds of ranges that single out the first, an inner and the last layer; all other layers
+    equal the inner one.
+    """
+    return tuple(sorted({0, 1, 2, length - 1, length} & set(range(length + 1))))

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 
 from ..cluster import Cluster, LogicalMesh
 from ..core import InfeasibleError, InputError
-from ..cost import Problem, price
-from ..graph import Graph, Role
+from ..cost import MeshUse, Problem, price
 from ._base import Decision, Progress, Task
 from ._method import AbstractMethod
 from ._pipelines import Pipelines
 from ._pipeshard import PipeshardParallel
-from ._race import Entry, race
+from ._race import Entry, Race
 from ._search import AbstractFamily, Search
 from .inter import EqualStages
 from .intra import ATTENTION_WAYS, MegatronSplit, Space, fixed
@@ -219,7 +218,7 @@ class Megatron(AbstractMethod):
         """Numbers of micro-batches to try. Raises `InputError` where the batch does not divide."""
         data = (self.data or 1) * self.expert
         asked = task.num_micro_batches or self.num_micro_batches
-        rows = _batch_rows(task.graph)
+        rows = math.gcd(*task.graph.batch_sizes)
         if rows % (data * (asked or 1)):
             per = f" in each of {asked} micro-batches" if asked else ""
             over = f"dp{self.data or 1}" + (f" x ep{self.expert}" if self.expert > 1 else "")
@@ -251,16 +250,8 @@ class Megatron(AbstractMethod):
 
     def _solved(self, problem: Problem, progress: Progress | None, name: str) -> Decision:
         rule, notes = self._rule.for_step(problem)
-        decision = race(
-            problem,
-            list(self._entries(problem, rule, name)),
-            method=name,
-            planner=rule.name,
-            relative_gap=rule.relative_gap,
-            states_bound=False,
-            progress=progress,
-        )
-        return replace(decision, notes=notes)
+        race = Race(problem=problem, method=name, intra=rule, progress=progress)
+        return replace(race.best(list(self._entries(problem, rule, name))), notes=notes)
 
     def _entries(self, problem: Problem, rule: MegatronSplit, name: str) -> Iterator[Entry]:
         names, sizes = zip(*rule.axes, strict=True)
@@ -279,18 +270,17 @@ class Megatron(AbstractMethod):
             rule, waiting, splits=self.zero_stage >= 2, repeats=problem.num_micro_batches
         )
         for axes, way in ways:
-            priced = price(
-                problem,
-                mesh,
-                repeats=problem.num_micro_batches,
+            use = MeshUse(
+                mesh=mesh,
                 data_axes=axes & data,
                 context_axes=axes & context,
                 gathers_once=way.gathers_once,
-                choices=way.choices(problem, names),
             )
+            choices = way.choices(problem, names)
+            priced = price(problem, use, repeats=problem.num_micro_batches, choices=choices)
             each = problem.num_micro_batches > 1 and not axes
             label = f"{name}, gradients summed in each micro-batch" if each else name
-            space = Space(name=label, priced=priced, allowed=fixed.everything(priced))
+            space = Space.whole(label, priced)
             yield Entry(space=space, intra=way)
 
     def _refusal(self, cluster: Cluster) -> str:
@@ -334,14 +324,6 @@ class _SmallestMicroBatchesFirst(AbstractFamily):
         count, *left = self.counts
         pipelines = Pipelines(task=self.task, method=replace(self.method, num_micro_batches=count))
         return (pipelines, replace(self, counts=left, best=search.best))
-
-
-def _batch_rows(graph: Graph) -> int:
-    """Rows of the batch's arrays, which micro-batches and data ranks must divide; 0 without a
-    batch.
-    """
-    shapes = [graph.values[i.value].shape for i in graph.inputs if i.role is Role.BATCH]
-    return math.gcd(*(shape[0] for shape in shapes if shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

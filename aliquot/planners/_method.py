@@ -7,9 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Self
 
-from ..core import CaptureError, InfeasibleError, InputError, refuse_arguments
+from ..core import InfeasibleError, refuse_arguments
 from ..cost import Problem
-from ..sharding import runs_in_groups
 from ._base import Decision, Progress, Task
 from ._programs import Programs
 from ._race import RaceInParts
@@ -71,7 +70,9 @@ class AbstractMethod(abc.ABC):
             refusals = [error for each, error in search.refusals if isinstance(each, Programs)]
             if refusals:
                 # The program that comes closest says what is missing.
-                raise min(refusals, key=_missing_bytes)
+                raise min(
+                    refusals, key=lambda each: getattr(each, "required_bytes", None) or math.inf
+                )
             # Arrays alone are too large, so that nothing was searched yet.
             return self.solve(task.problem(task.num_micro_batches or task.own_turns), task.progress)
         except InfeasibleError as error:
@@ -101,23 +102,13 @@ class AbstractMethod(abc.ABC):
         """
 
 
-def _missing_bytes(error: InfeasibleError | InputError | CaptureError) -> float:
-    return getattr(error, "required_bytes", None) or math.inf
-
-
 def _that_decomposes(error: InfeasibleError, task: Task) -> InfeasibleError:
     """The error without advice to use micro-batches into which the step does not decompose."""
     kept = []
     for change in error.advice:
         number, _, unit = change.partition(" ")
         counts = number.isdecimal() and unit.startswith("micro-batches")
-        if not counts or runs_in_groups(
-            task.graph,
-            int(number),
-            1,
-            semantics=task.semantics,
-            on_missing_rule=task.on_missing_rule,
-        ):
+        if not counts or task.decomposes(int(number)):
             kept.append(change)
     if len(kept) == len(error.advice):
         return error

@@ -17,23 +17,20 @@ from numpy.typing import NDArray
 
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh, logical_mesh_shapes
 from ..core import CaptureError, InfeasibleError, InputError
-from ..cost import Priced, Problem, price
+from ..cost import MeshUse, Priced, Problem, price
 from ._base import Decision, Progress, Task, faster
 from ._counts import batch_size, program_counts
-from ._hosts import Hosts
 from ._method import AbstractMethod
 from ._neighbourhood import FEW_AXES, choices_to_try
 from ._quick_bounds import cannot_fit, is_too_large, least_compute_s, never_fits
 from ._race import (
     Entry,
+    Race,
     RaceInParts,
     finished,
     goes_first,
-    race,
-    race_in_parts,
-    race_of_ways,
 )
-from ._search import AbstractFamily, Search
+from ._search import AbstractFamily, Hosts, Search
 from .intra import ILP, AbstractIntra, Fixed, Space, TooLarge, fixed
 
 
@@ -118,21 +115,14 @@ class ManualParallel(AbstractMethod):
         for way in _ways(problem, mesh, self.intra, pinned):
             priced = way.priced(problem)
             pins = fixed.pinned(problem, priced, self.specs, mesh.axis_names)
-            both = [a & b for a, b in zip(way.allowed, pins, strict=True)]
-            if all(m.any() for m in both):
-                name = way.named("manual")
-                entries.append(
-                    Entry(space=Space(name=name, priced=priced, allowed=both), intra=self.intra)
-                )
-        return race(
-            problem,
-            entries,
-            method="manual",
-            planner=f"given specs, the rest by {self.intra.name}",
-            relative_gap=self.intra.relative_gap,
-            states_bound=False,
-            progress=progress,
+            space = Space(name=way.named("manual"), priced=priced, allowed=way.allowed).among(pins)
+            if space.has_choices:
+                entries.append(Entry(space=space, intra=self.intra))
+        planner = f"given specs, the rest by {self.intra.name}"
+        manual = Race(
+            problem=problem, method="manual", intra=self.intra, planner=planner, progress=progress
         )
+        return manual.best(entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,15 +146,12 @@ class ShardParallel(AbstractMethod):
     ) -> RaceInParts:
         """See `AbstractMethod.race`: it pauses where memory makes it long."""
         meshes = _meshes(problem, self.mesh_shape)
-        return race_in_parts(
-            problem,
+        race = Race(
+            problem=problem, method="shard", intra=self.intra, states_bound=True, progress=progress
+        )
+        return race.in_parts(
             _shard_entries(problem, meshes, self.intra),
             expected=len(meshes),
-            method="shard",
-            planner=self.intra.name,
-            relative_gap=self.intra.relative_gap,
-            states_bound=True,
-            progress=progress,
             faster_than_s=faster_than_s,
             pauses=pauses,
         )
@@ -228,15 +215,17 @@ class WholeProgram(AbstractMethod):
                     continue
         # The most promising meshes come first, so that a limit on their number drops the others.
         meshes = _meshes(problem, self.mesh_shape, self.max_axes)[: self.max_meshes]
-        return race_in_parts(
-            problem,
-            itertools.chain(entries, _shard_entries(problem, meshes, self.intra)),
-            expected=len(entries) + len(meshes),
+        race = Race(
+            problem=problem,
             method="program",
+            intra=self.intra,
             planner=f"the fastest of dp, zero2, zero3 and {self.intra.name}",
-            relative_gap=self.intra.relative_gap,
             states_bound=True,
             progress=progress,
+        )
+        return race.in_parts(
+            itertools.chain(entries, _shard_entries(problem, meshes, self.intra)),
+            expected=len(entries) + len(meshes),
             faster_than_s=faster_than_s,
             pauses=pauses,
         )
@@ -341,10 +330,9 @@ def _simple_methods(cluster: Cluster, rows: int) -> list[AbstractMethod]:
 def _mesh(problem: Problem, shape: Sequence[int], axis_names: Sequence[str] = ()) -> LogicalMesh:
     devices = problem.cluster.num_devices
     if int(np.prod(shape)) != devices or not shape or min(shape) < 1:
-        text = "x".join(str(n) for n in shape)
         raise InputError(
-            f"A mesh {text} has {int(np.prod(shape))} devices, {problem.cluster.name} has"
-            f" {devices}. Meshes that fit:"
+            f"A mesh {'x'.join(map(str, shape))} has {int(np.prod(shape))} devices,"
+            f" {problem.cluster.name} has {devices}. Meshes that fit:"
             f" {', '.join('x'.join(map(str, s)) for s in logical_mesh_shapes(devices))}."
         )
     names = tuple(axis_names) or AXIS_NAMES[: len(shape)]
@@ -366,50 +354,26 @@ def _meshes(problem: Problem, shape: Sequence[int] | None, max_axes: int = 2) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Way:
-    """A way to use a mesh: for each node the choices, and a mask of those that are allowed; the
-    rest as for `price`.
-    """
+    """A way to use a mesh: for each node the choices, and a mask of those that are allowed."""
 
-    mesh: LogicalMesh
+    use: MeshUse
     choices: Sequence[NDArray[np.int64]]
     allowed: fixed.Masks
-    data_axes: frozenset[int]
-    context_axes: frozenset[int]
-    gathers_once: bool
 
     def named(self, method: str) -> str:
         """What tables call it."""
-        names, axes = self.mesh.axis_names, sorted(self.data_axes)
+        names, axes = self.use.mesh.axis_names, sorted(self.use.data_axes)
         name = (
             f"{method}, {'+'.join(names[a] for a in axes)} only for the batch" if axes else method
         )
-        for axis in self.context_axes:
+        for axis in self.use.context_axes:
             name += f", {names[axis]} only for the sequence"
-        return f"{name}{', parameters gathered once' if self.gathers_once else ''}"
+        return f"{name}{', parameters gathered once' if self.use.gathers_once else ''}"
 
     def priced(self, problem: Problem) -> Priced:
         """Its prices."""
-        return price(
-            problem,
-            self.mesh,
-            repeats=problem.num_micro_batches,
-            data_axes=self.data_axes,
-            context_axes=self.context_axes,
-            gathers_once=self.gathers_once,
-            choices=self.choices,
-        )
-
-    def never_fits(self, problem: Problem) -> bool:
-        """See the function."""
-        return never_fits(
-            problem,
-            self.mesh,
-            self.choices,
-            self.allowed,
-            data_axes=self.data_axes,
-            context_axes=self.context_axes,
-            gathers_once=self.gathers_once,
-        )
+        repeats = problem.num_micro_batches
+        return price(problem, self.use, repeats=repeats, choices=self.choices)
 
 
 def _ways(
@@ -435,7 +399,8 @@ def _ways(
         split = fixed.context_split(problem.graph, problem.nodes, kinds)
         ways += with_context if split.tokens else []
     for data_axes, context_axes in ways:
-        choices = choices_to_try(problem, mesh, data_axes, intra, also)
+        use = MeshUse(mesh=mesh, data_axes=data_axes, context_axes=context_axes)
+        choices = choices_to_try(problem, use, intra, also)
         for axis in context_axes:
             choices = split.on_axis(axis, problem.nodes, kinds, choices)
         if not all(map(len, choices)):
@@ -447,14 +412,8 @@ def _ways(
         # Independent micro-batches are steps of their own, in which nothing is gathered once.
         may_wait = data_axes and kinds.cast and problem.semantics != "independent"
         for gathers_once in (False, True) if may_wait else (False,):
-            yield _Way(
-                mesh=mesh,
-                choices=choices,
-                allowed=masks,
-                data_axes=data_axes,
-                context_axes=context_axes,
-                gathers_once=gathers_once,
-            )
+            used = replace(use, gathers_once=gathers_once)
+            yield _Way(use=used, choices=choices, allowed=masks)
 
 
 def _with_context(
@@ -488,10 +447,11 @@ def _shard_entries(
         for way in _ways(problem, mesh, intra):
             name = way.named(intra.name)
             # Data axes leave fewer choices, so that nothing is smaller than without them.
-            is_narrower = too_large and not (way.context_axes or way.gathers_once)
+            use = way.use
+            is_narrower = too_large and not (use.context_axes or use.gathers_once)
             space: Space | TooLarge
-            if is_narrower or way.never_fits(problem):
-                too_large = too_large or not (way.data_axes or way.context_axes)
+            if is_narrower or never_fits(problem, use, way.choices, way.allowed):
+                too_large = too_large or not (use.data_axes or use.context_axes)
                 space = TooLarge(
                     name=name,
                     mesh=mesh,
@@ -525,21 +485,14 @@ def _fixed_entries(
     )
     entries = []
     for data_axes, way in ways:
-        priced = price(
-            problem,
-            mesh,
-            repeats=problem.num_micro_batches,
-            data_axes=data_axes,
-            gathers_once=way.gathers_once,
-        )
+        use = MeshUse(mesh=mesh, data_axes=data_axes, gathers_once=way.gathers_once)
+        priced = price(problem, use, repeats=problem.num_micro_batches)
         label = name
         if problem.num_micro_batches > 1:
             how = "split" if intra.zero_stage >= 2 else "summed"
             when = "after the last" if data_axes else "in each"
             label = f"{name}, gradients {how} {when} micro-batch"
-        space = way.restrict(
-            problem, Space(name=label, priced=priced, allowed=fixed.everything(priced))
-        )
+        space = way.restrict(problem, Space.whole(label, priced))
         # More devices make more groups; where all share the state, they lengthen its last axis.
         growing_axis = 0 if groups else len(mesh.shape) - 1
         entries.append(
@@ -577,12 +530,5 @@ def _devices_that_share_a_state(shard_within: str | int | None, cluster: Cluster
 def _fixed(
     problem: Problem, progress: Progress | None, name: str, intra: Fixed, within: str | int | None
 ) -> Decision:
-    return race_of_ways(
-        problem,
-        _fixed_entries(problem, name, intra, within),
-        method=name,
-        planner=intra.name,
-        relative_gap=intra.relative_gap,
-        states_bound=False,
-        progress=progress,
-    )
+    race = Race(problem=problem, method=name, intra=intra, progress=progress)
+    return race.best_of_ways(_fixed_entries(problem, name, intra, within))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import AXIS_NAMES, LogicalMesh
-from ..cost import Problem, can_split, enumerate_choices, price
+from ..cost import MeshUse, Problem, can_split, enumerate_choices, price
 from ..sharding import Choice, Node
 from .intra import AbstractIntra, Space, fixed
 
@@ -25,8 +25,7 @@ FEW_AXES = 2
 
 def choices_to_try(
     problem: Problem,
-    mesh: LogicalMesh,
-    data_axes: frozenset[int],
+    use: MeshUse,
     intra: AbstractIntra,
     also: frozenset[int] = frozenset(),
 ) -> list[Ints]:
@@ -36,10 +35,10 @@ def choices_to_try(
         intra: solves the meshes of two axes.
         also: nodes whose choices are all priced on any mesh.
     """
-    nodes = problem.nodes.nodes
+    nodes, mesh = problem.nodes.nodes, use.mesh
     if len(mesh.shape) <= FEW_AXES:
         return [enumerate_choices(node, mesh.shape) for node in nodes]
-    seeds = list(_seeds(problem, mesh, data_axes, intra.coarser(relative_gap=1e-2, node_limit=100)))
+    seeds = list(_seeds(problem, use, intra.coarser(relative_gap=1e-2, node_limit=100)))
     choices = []
     for node in nodes:
         if node.index in also:
@@ -67,18 +66,17 @@ def _near(node: Node, seeds: Sequence[Choice], num_axes: int) -> set[Choice]:
     return near
 
 
-def _seeds(
-    problem: Problem, mesh: LogicalMesh, data_axes: frozenset[int], intra: AbstractIntra
-) -> Iterator[list[Choice]]:
+def _seeds(problem: Problem, use: MeshUse, intra: AbstractIntra) -> Iterator[list[Choice]]:
     """The best choices on every mesh of two axes that joins neighbouring axes of this one."""
-    kinds = fixed.kinds_of(problem)
+    kinds, mesh = fixed.kinds_of(problem), use.mesh
     for cut in range(1, len(mesh.shape)):
         groups = (range(cut), range(cut, len(mesh.shape)))
         shape = tuple(math.prod(mesh.shape[a] for a in group) for group in groups)
         # A joined axis splits the batch alone only if all its parts do.
-        joined = frozenset(k for k, group in enumerate(groups) if set(group) <= data_axes)
+        joined = frozenset(k for k, group in enumerate(groups) if set(group) <= use.data_axes)
         coarse = LogicalMesh(shape=shape, axis_names=AXIS_NAMES[:2], cluster=mesh.cluster)
-        priced = price(problem, coarse, repeats=problem.num_micro_batches, data_axes=joined)
+        coarse_use = MeshUse(mesh=coarse, data_axes=joined)
+        priced = price(problem, coarse_use, repeats=problem.num_micro_batches)
         rows = [node.choices for node in priced.nodes]
         masks = fixed.data_axes_restriction(problem.nodes, rows, kinds, joined)
         if masks is None:

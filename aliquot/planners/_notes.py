@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from ..cluster import Cluster, target_for
 from ..core import counted, format_bytes, format_seconds
 from ..cost import REPLICATED_BY_PLAN, collective_uses, work_alike
-from ..graph import Graph, Memory, Op, Phase, Role, named_operator, source_line
+from ..graph import Graph, Memory, Phase, Role, named_operator, source_line
 from ..sharding import entry_operators, find_blocks, outside_blocks
 from ._base import Decision, StageDecision
 from ._tried import on_hosts
@@ -82,12 +82,11 @@ def _first_of(names: Sequence[str]) -> str:
 
 def _likely_mistakes(stages: Sequence[StageDecision]) -> Iterator[str]:
     """Large arrays that the step does not take as arguments, and a step that updates nothing."""
-    constants = {
-        math.prod(getattr(constant, "shape", ())) * constant.dtype.itemsize
-        for stage in stages
-        for constant in stage.problem.graph.constants.values()
-        if hasattr(constant, "dtype")
-    }
+    constants = set()
+    for stage in stages:
+        for constant in stage.problem.graph.constants.values():
+            if hasattr(constant, "dtype"):
+                constants.add(math.prod(getattr(constant, "shape", ())) * constant.dtype.itemsize)
     largest = max(constants, default=0)
     if largest >= _LARGE_BYTES:
         yield (
@@ -170,10 +169,7 @@ def _odd_batch(stages: Sequence[StageDecision]) -> Iterator[str]:
     lines: dict[str, None] = {}
     for stage in stages:
         problem, devices = stage.problem, math.prod(stage.priced.mesh.shape)
-        values = [
-            problem.graph.values[i.value] for i in problem.graph.inputs if i.role is Role.BATCH
-        ]
-        size = math.gcd(*(v.shape[0] for v in values if v.shape))
+        size = math.gcd(*problem.graph.batch_sizes)
         if size < 2 or size % devices == 0 or devices % size == 0:
             continue
         count = problem.num_micro_batches
@@ -199,7 +195,14 @@ def _much_alike(stages: Sequence[StageDecision]) -> Iterator[str]:
         work = work_alike(stage.priced, stage.picks)
         for reason, seconds in work.alike_s.items():
             alike_s[reason] += seconds
-        label = _with_line(work.longest, stage.problem.graph.ops)
+        label = next(
+            (
+                named_operator(op)
+                for op in stage.problem.graph.ops
+                if f"{op.name}:{op.index}" == work.longest
+            ),
+            work.longest,
+        )
         longest[label] = max(longest.get(label, 0.0), work.alike_s.get(REPLICATED_BY_PLAN, 0.0))
         total_s += work.total_s
     share = sum(alike_s.values()) / total_s if total_s else 0.0
@@ -213,11 +216,6 @@ def _much_alike(stages: Sequence[StageDecision]) -> Iterator[str]:
             if s > 0.01 * total_s
         )
         yield f"{share:.0%} of the compute is replicated (the same on every device): {parts}."
-
-
-def _with_line(label: str, ops: Sequence[Op]) -> str:
-    """The label of a node, with the line of its operator if it is one."""
-    return next((named_operator(op) for op in ops if f"{op.name}:{op.index}" == label), label)
 
 
 def _run_whole(stages: Sequence[StageDecision]) -> Iterator[str]:
@@ -291,6 +289,6 @@ def _undivided(stage: StageDecision) -> Iterator[str]:
         others = len(found) - 1
         more = f" and {others} more dim{'s' if others > 1 else ''} of that size" if others else ""
         yield (
-            f"No axis of the mesh {'x'.join(map(str, sizes))} divides {size}: {found[0]}{more}"
+            f"No axis of the mesh {stage.priced.mesh} divides {size}: {found[0]}{more}"
             f" {'stay' if others else 'stays'} whole."
         )

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Chain, ChainPlan
-from ..graph import Graph, Layers, operators_with_effects, source_line
-from ..sharding import plan_micro_batches, runs_in_groups
+from ..graph import Layers, operators_with_effects, source_line
+from ..sharding import plan_micro_batches
 from ._base import Candidate, Decision, Task, faster
 from ._counts import MANY_DEVICES, counts_to_try, drawn_between
 from ._helper import HelperProcess
-from ._priced_layers import PricedLayers, price_layers
+from ._layer_costs import PricedLayers, price_layers
 from ._programs import FewerMicroBatches, as_one_program
 from ._quick_bounds import cannot_fit, least_compute_s
 from ._search import AbstractFamily, Search
@@ -88,7 +88,17 @@ class Pipelines(AbstractFamily):
             search.mention(self._not_searched, task)
             return ()
         if not groups:
-            _refuse_effects(task.graph)
+            # Stages run only operators that their results need.
+            if effects := operators_with_effects(task.graph):
+                shown = ", ".join(
+                    dict.fromkeys(f"`{op.name}` {source_line(op)}".rstrip() for op in effects[:3])
+                )
+                raise CaptureError(
+                    f"{task.graph.name} does more than compute its results:"
+                    f" {shown}{', ...' if len(effects) > 3 else ''}. A pipeline cannot run that as"
+                    " often as the plain step does. Take it out (return what it prints as a"
+                    " metric), or plan one program: --method program, method=WholeProgram()."
+                )
             given = method.num_micro_batches
             groups = counts_to_try(task.graph, task.cluster) if given is None else [[given]]
             groups = [group for group in groups if group]
@@ -96,7 +106,14 @@ class Pipelines(AbstractFamily):
         opened = replace(self, method=method, groups=groups)
         try:
             # Pricing takes longer than to find that a step does not decompose.
-            _plan_micro_batches(task, groups[0][-1])
+            count = groups[0][-1]
+            if count > 1:
+                plan_micro_batches(
+                    task.graph,
+                    count,
+                    semantics=task.semantics,
+                    on_missing_rule=task.on_missing_rule,
+                )
             priced = _price_ends(method, task, groups[0], search.helper)
         except (InfeasibleError, CaptureError, InputError) as error:
             return opened.without(error, search)
@@ -141,7 +158,7 @@ class Pipelines(AbstractFamily):
         refused: list[int] = []
         for n in sorted(counts):
             # Joined in groups, parts of the batch are larger parts: no multiple decomposes, either.
-            decomposes = n == 1 or (all(n % m for m in refused) and _decomposes(task, n))
+            decomposes = n == 1 or (all(n % m for m in refused) and task.decomposes(n))
             (kept if decomposes else refused).append(n)
         if self.refusal is not None or kept == list(counts):
             raise error
@@ -418,23 +435,6 @@ def _add(found: Decision, task: Task, search: Search) -> None:
         search.add(found, task)
 
 
-def _decomposes(task: Task, count: int) -> bool:
-    """True if the step decomposes into so many micro-batches."""
-    return count == 1 or runs_in_groups(
-        task.graph, count, 1, semantics=task.semantics, on_missing_rule=task.on_missing_rule
-    )
-
-
-def _plan_micro_batches(task: Task, count: int) -> None:
-    """Raise `InputError` or `CaptureError` if the step does not decompose into so many
-    micro-batches.
-    """
-    if count > 1:
-        plan_micro_batches(
-            task.graph, count, semantics=task.semantics, on_missing_rule=task.on_missing_rule
-        )
-
-
 def _price_ends(
     method: PipeshardParallel, task: Task, counts: Sequence[int], helper: HelperProcess
 ) -> dict[int, PricedLayers]:
@@ -483,20 +483,3 @@ def _one_micro_batch_may_do(task: Task, least_s: float, best_s: float, idle: flo
         idle: how many times that such a pipeline takes at least.
     """
     return task.cluster.num_devices <= MANY_DEVICES and best_s > idle * least_s
-
-
-def _refuse_effects(graph: Graph) -> None:
-    """Raise `CaptureError` if the step has effects: stages run only operators that their results
-    need.
-    """
-    effects = operators_with_effects(graph)
-    if effects:
-        shown = ", ".join(
-            dict.fromkeys(f"`{op.name}` {source_line(op)}".rstrip() for op in effects[:3])
-        )
-        raise CaptureError(
-            f"{graph.name} does more than compute its results:"
-            f" {shown}{', ...' if len(effects) > 3 else ''}. A pipeline cannot run that as often as"
-            " the plain step does. Take it out (return what it prints as a metric), or plan one"
-            " program: --method program, method=WholeProgram()."
-        )

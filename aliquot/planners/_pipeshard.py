@@ -14,13 +14,12 @@ from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Problem
 from ..graph import OPERATORS, cut_layers
 from ._base import Decision, Interrupted, Progress, Task, faster
-from ._hosts import Hosts
 from ._method import AbstractMethod
 from ._methods import ShardParallel, WholeProgram, simple_plan
 from ._pipelines import PipelineCounts, Pipelines
 from ._programs import Programs
 from ._quick_bounds import least_compute_s
-from ._search import AbstractFamily, Search
+from ._search import AbstractFamily, Hosts, Search
 from ._tried import tried_decision
 from .inter import AbstractInter, StageDP, StageLimits
 from .intra import ILP, AbstractIntra, Restricted, Within
@@ -163,7 +162,16 @@ class PipeshardParallel(AbstractMethod):
             over_operators = method._found(task, over_layers)
         except Interrupted as stopped:
             raise Interrupted(faster(over_layers, stopped.decision)) from stopped
-        return _with_both(over_layers, over_operators)
+        # The faster plan of two searches, with what both tried.
+        if over_layers is None or over_layers is over_operators:
+            return over_operators
+        best, other = over_layers, over_operators
+        if over_operators.step_time_s < over_layers.step_time_s:
+            best, other = other, best
+        more = (tried_decision(other, "slower"), *other.candidates[1:])
+        # Both may have found the same stages.
+        slower = [each for each in more if each.step_time_s != best.step_time_s]
+        return replace(best, candidates=(*best.candidates, *slower))
 
     def _found(self, task: Task, known: Decision | None = None) -> Decision:
         """The fastest plan over units of one kind.
@@ -200,16 +208,3 @@ class PipeshardParallel(AbstractMethod):
                 "No pipeline was found."
             )
         return decision
-
-
-def _with_both(over_layers: Decision | None, over_operators: Decision) -> Decision:
-    """The faster plan of two searches, with what both tried."""
-    if over_layers is None or over_layers is over_operators:
-        return over_operators
-    best, other = over_layers, over_operators
-    if over_operators.step_time_s < over_layers.step_time_s:
-        best, other = other, best
-    more = (tried_decision(other, "slower"), *other.candidates[1:])
-    # Both may have found the same stages.
-    slower = [each for each in more if each.step_time_s != best.step_time_s]
-    return replace(best, candidates=(*best.candidates, *slower))

@@ -222,23 +222,19 @@ def as_one_program(chains: Sequence[Chain]) -> OneProgram | None:
     """The estimate of a step as one program, from prices of its layers; None if they cannot run on
     all devices.
     """
-    seconds = [
-        (_layers_s(chain, k), option.mesh_shape, chain.num_micro_batches)
-        for chain in chains
-        for k, option in enumerate(chain.options)
-        if option.num_devices == chain.num_devices
-    ]
+    seconds = []
+    for chain in chains:
+        for k, option in enumerate(chain.options):
+            if option.num_devices == chain.num_devices:
+                # Layers run one after another, all under the same option.
+                passes = float(chain.forward_s[:, k].sum() + chain.backward_s[:, k].sum())
+                total_s = chain.num_micro_batches * passes + float(chain.once_s[:, k].sum())
+                seconds.append((total_s, option.mesh_shape, chain.num_micro_batches))
     # Ties go to the smallest tuple, so that the answer does not depend on the order of chains.
     least_s, mesh_shape, count = min(seconds, default=(math.inf, (), 1))
     if not math.isfinite(least_s):
         return None
     return OneProgram(mesh_shape=mesh_shape, num_micro_batches=count, least_s=least_s)
-
-
-def _layers_s(chain: Chain, option: int) -> float:
-    """Seconds of a step whose layers run one after another, all under the same option."""
-    passes = float(chain.forward_s[:, option].sum() + chain.backward_s[:, option].sum())
-    return chain.num_micro_batches * passes + float(chain.once_s[:, option].sum())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

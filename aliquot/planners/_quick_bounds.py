@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import LogicalMesh, subcluster
-from ..cost import Problem, alive_over_time, least_timeline, price, residents_model
-from ..graph import Role
+from ..cost import MeshUse, Problem, alive_over_time, least_timeline, price, residents_model
 
 # A program is ruled out only if the lower bound on its memory is 10 % above the limit, because a
 # compiler may hold less with larger micro-batches.
@@ -30,34 +29,25 @@ def cannot_fit(problem: Problem) -> bool:
 
 def never_fits(
     problem: Problem,
-    mesh: LogicalMesh,
+    use: MeshUse,
     choices: Sequence[NDArray[np.int64]],
     allowed: Sequence[NDArray[np.bool_]],
-    *,
-    data_axes: frozenset[int],
-    context_axes: frozenset[int],
-    gathers_once: bool,
 ) -> bool:
     """True if at some moment the arrays exceed the memory limit even if each is as small as any
     allowed choice of its node makes it. Nothing need be priced for that.
 
     Args:
         choices, allowed: for each node, `(choices, axes)` and a mask of those.
-        data_axes, context_axes, gathers_once: as for `price`.
     """
-    waits = problem.semantics != "independent"
     model = residents_model(
         problem.residents,
         problem.nodes,
         choices,
-        mesh.shape,
+        use.under(problem.semantics),
         repeats=problem.num_micro_batches,
-        data_axes=data_axes if waits else frozenset(),
-        context_axes=context_axes if waits else frozenset(),
-        gathers_once=gathers_once and waits,
     )
-    use = least_timeline(model, [np.flatnonzero(mask) for mask in allowed])
-    return float(use.max()) > problem.memory_limit_bytes * (1 + 1e-9)
+    least_bytes = least_timeline(model, [np.flatnonzero(mask) for mask in allowed])
+    return float(least_bytes.max()) > problem.memory_limit_bytes * (1 + 1e-9)
 
 
 def least_compute_s(problem: Problem) -> float:
@@ -80,13 +70,12 @@ def is_too_large(problem: Problem, count: int) -> bool:
     """
     if not 1 < count < problem.num_micro_batches:
         return False
-    graph, nodes = problem.graph, problem.nodes
-    sizes = [graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH]
+    nodes = problem.nodes
+    sizes = problem.graph.batch_sizes
     # Factors that the batch's size divides grow with a larger micro-batch.
-    batch_factors = [
-        {f for f in factors if sizes and node.factors[f].size % sizes[0] == 0}
-        for node, factors in zip(nodes.nodes, nodes.batch_factors, strict=True)
-    ]
+    batch_factors = []
+    for node, factors in zip(nodes.nodes, nodes.batch_factors, strict=True):
+        batch_factors.append({f for f in factors if sizes and node.factors[f].size % sizes[0] == 0})
     growth = problem.num_micro_batches / count
     live_ranges = []
     for r in problem.residents:

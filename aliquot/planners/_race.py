@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -32,7 +32,7 @@ from ._advice import what_may_fit
 from ._base import Candidate, Decision, Interrupted, Progress, StageDecision, TooSlowError
 from ._neighbourhood import FEW_AXES
 from ._quick_bounds import never_fits
-from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space, TooLarge
+from .intra import AbstractIntra, AbstractSearch, IntraSolution, NotSearched, Space, TooLarge
 
 _SLOWER = "slower"
 _NO_BETTER = "no faster by more than the gap"
@@ -70,176 +70,6 @@ plans, such as pipelines, may be found sooner. It is sent the step time to beat 
 # faster by this share.
 _MUCH_MEMORY = 1.25
 _MUCH_FASTER = 0.02
-
-
-def race_of_ways(problem: Problem, entries: Sequence[Entry], **settings: Any) -> Decision:
-    """As `race`, among ways to sum the gradients of micro-batches: one that needs much more memory
-    than another is not taken for a few milliseconds.
-    """
-    best = race(problem, entries, **settings)
-    limit_s = best.step_time_s * (1 + _MUCH_FASTER)
-    for entry in entries:
-        if entry.space.priced is best.priced:
-            continue
-        try:
-            other = race(problem, [entry], faster_than_s=limit_s, **settings)
-        except (InfeasibleError, TooSlowError):
-            continue
-        except Interrupted as interrupted:
-            raise Interrupted(best) from interrupted
-        times = _peak_bytes(best) / _peak_bytes(other)
-        if other.step_time_s <= limit_s and times > _MUCH_MEMORY:
-            passed_over = f"hardly faster, and needs {times:.1f} times the memory"
-            candidates = [
-                replace(c, outcome=passed_over) if c.step_time_s == best.step_time_s else c
-                for c in best.candidates
-                if c.name != entry.space.name
-            ]
-            return replace(other, candidates=(*other.candidates, *candidates))
-    return best
-
-
-def _peak_bytes(decision: Decision) -> float:
-    priced, picks = decision.priced, decision.picks
-    return peak_memory(known_memory(priced, picks), priced, picks)[0]
-
-
-def race(problem: Problem, entries: Iterable[Entry], **settings: Any) -> Decision:
-    """As `race_in_parts`, without a pause."""
-    return finished(race_in_parts(problem, entries, pauses=False, **settings))
-
-
-def finished(race: RaceInParts) -> Decision:
-    """The decision of a race that does not pause."""
-    try:
-        next(race)
-    except StopIteration as end:
-        decision: Decision = end.value
-        return decision
-    raise AssertionError("the race pauses")
-
-
-def race_in_parts(
-    problem: Problem,
-    entries: Iterable[Entry],
-    *,
-    method: str,
-    planner: str,
-    relative_gap: float,
-    states_bound: bool,
-    expected: int = 1,
-    progress: Progress | None = None,
-    faster_than_s: float = math.inf,
-    pauses: bool = True,
-) -> RaceInParts:
-    """The best decision among all entries, with a bound that holds for all of them.
-
-    Args:
-        entries: may be an iterator that prices them one by one.
-        relative_gap: entries that cannot improve on the best by a larger share are not searched
-            further.
-        states_bound: whether the plan states the lower bound; fixed methods state none.
-        expected: about how many entries there are, for `progress`.
-        faster_than_s: entries that cannot take less are not searched further; the answer may then
-            be any plan that fits. After a pause it is the time that was sent, and these entries are
-            not searched at all.
-        pauses: whether the race pauses if memory makes it long.
-
-    Raises:
-        InfeasibleError: no entry fits in memory; describes the smallest plan and remedies.
-        TooSlowError: no plan that fits was found, and some entry was not searched further because
-            it cannot be fast enough.
-        Interrupted: on Ctrl-C, with the best decision so far.
-    """
-    runners: list[_Runner] = []
-    notes: dict[str, Any] = {}
-    best: tuple[_Runner, IntraSolution] | None = None
-    sent_s = math.inf
-    report = progress or (lambda what, done, of: None)
-
-    def cutoff_s(best: tuple[_Runner, IntraSolution] | None) -> float:
-        """The step time that a solution must stay below to be of use."""
-        # Improvements within the accepted gap do not count.
-        improved_s = best[1].step_time_s / (1 + relative_gap) if best else np.inf
-        return min(improved_s, faster_than_s, sent_s)
-
-    def unfinished() -> Decision | None:
-        return best and _decision(
-            best, runners, problem, method, planner, states_bound, "interrupted", relative_gap
-        )
-
-    # HiGHS releases Python's global lock while it solves, so threads run in parallel.
-    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
-    try:
-        upcoming: Iterator[Entry] = iter(entries)
-        while (entry := next(upcoming, None)) is not None:
-            k = len(runners)
-            report(f"{entry.space.name} on {entry.mesh}", k, max(expected, k + 1))
-            # The fastest plan known to fit is an upper bound for this search.
-            ceiling_s = min(best[1].step_time_s if best else np.inf, sent_s)
-            runner = _Runner.start(entry, problem, pool, ceiling_s, notes, faster_than_s)
-            runners.append(runner)
-            # The race pauses only after the meshes of one axis: their integer programs are small,
-            # and their solutions limit other searches.
-            if pauses and goes_first(entry.mesh) and len(entry.mesh.shape) > 1:
-                ahead = _priced_meanwhile(upcoming, pool.submit(runner.bound, -np.inf))
-                upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
-                if runner.is_open(cutoff_s(best)):
-                    pauses = False
-                    sent_s = yield unfinished()
-            if goes_first(entry.mesh):
-                ahead = _priced_meanwhile(upcoming, pool.submit(runner.bound, cutoff_s(best)))
-                upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
-        unsolved = sorted(
-            # The meshes with the lowest bounds come first.
-            (r for r in runners if not r.outcome),
-            key=lambda r: r.first_bound_s.result() or 0.0,
-        )
-        for runner in unsolved:
-            # Bounds are not raised yet: a rounded solution of any mesh limits how far that is
-            # useful for all.
-            runner.bound(-np.inf)
-            best = _better(best, runner)
-        if pauses and any(runner.is_open(cutoff_s(best)) for runner in runners):
-            sent_s = yield unfinished()
-        lift_to_s = cutoff_s(best)
-        for runner, lifted in [(r, pool.submit(r.bound, lift_to_s)) for r in unsolved]:
-            lifted.result()
-            best = _better(best, runner)
-        # In the order of their bounds, so that most are pruned without branching.
-        for runner in sorted(
-            (r for r in runners if r.bound_s is not None), key=lambda r: r.bound_s or 0.0
-        ):
-            report(f"{runner.entry.space.name} on {runner.entry.mesh}", len(runners), len(runners))
-            improved = runner.finish(best and best[1], cutoff_s(best))
-            # In a tie the improved solution is taken, because its status says how its search ended.
-            if improved and (best is None or improved.step_time_s <= best[1].step_time_s):
-                best = runner, improved
-        useless = [
-            r for r in runners if isinstance(r.search, _NotSearched) and r.bound_s is not None
-        ]
-        if best is None and useless:
-            # One of those that are too slow tells by how much.
-            known = min(useless, key=lambda r: r.bound_s or 0.0)
-            runner = _Runner.start(known.entry, problem, pool, np.inf, notes)
-            runner.bound(-np.inf)
-            runners[runners.index(known)], best = runner, _better(best, runner)
-            runner.outcome = _SLOWER
-    except KeyboardInterrupt as error:
-        best = best or _salvage(runners)
-        raise Interrupted(unfinished()) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-    if best is None:
-        enough_s = min(faster_than_s, sent_s)
-        if any(r.bound_s is not None and r.bound_s >= enough_s for r in runners):
-            raise TooSlowError(
-                f"No plan of method {method} takes less than {format_seconds(enough_s)}."
-            )
-        raise _infeasible(problem, runners, method)
-    return _decision(
-        best, runners, problem, method, planner, states_bound, best[1].status, relative_gap
-    )
 
 
 def goes_first(mesh: LogicalMesh) -> bool:
@@ -329,9 +159,10 @@ class _Runner:
         space = entry.space
         search: AbstractSearch
         if isinstance(space, TooLarge):
-            search = _NotSearched(space, begin, None)
+            search = NotSearched(space, begin, None)
         elif math.isfinite(faster_than_s) and (least_s := _least_s(space)) >= faster_than_s:
-            search = _NotSearched(space, begin, None if _too_large(problem, space) else least_s)
+            is_too_large = never_fits(problem, space.priced.use, space.choices, space.allowed)
+            search = NotSearched(space, begin, None if is_too_large else least_s)
         else:
             search = begin(space)
         return cls(entry=entry, search=search, first_bound_s=pool.submit(search.start))
@@ -370,6 +201,18 @@ class _Runner:
             self.outcome = self.improved.status
         return self.improved
 
+    def outcome_beside(self, winner: _Runner, step_time_s: float) -> str:
+        """What became of the entry. Neither the winner nor its equals are listed as slower."""
+        if self.outcome != _SLOWER or isinstance(self.search, NotSearched):
+            return self.outcome
+        if self is winner:
+            return _BEST
+        is_equal = self.solution is not None and self.solution.step_time_s == step_time_s
+        # Without a solution, only a bound is known: it may lie below the best by less than the gap.
+        if self.solution is None and self.bound_s is not None and self.bound_s < step_time_s:
+            return _NO_BETTER
+        return _AS_FAST if is_equal else _SLOWER
+
 
 def _least_s(space: Space) -> float:
     """A lower bound that needs no search: the cheapest choice of each node, and nothing for what is
@@ -381,184 +224,292 @@ def _least_s(space: Space) -> float:
     )
 
 
-def _too_large(problem: Problem, space: Space) -> bool:
-    return never_fits(
-        problem,
-        space.mesh,
-        space.choices,
-        space.allowed,
-        data_axes=space.priced.data_axes,
-        context_axes=space.priced.context_axes,
-        gathers_once=space.priced.gathers_once,
-    )
+def finished(race: RaceInParts) -> Decision:
+    """The decision of a race that does not pause."""
+    try:
+        next(race)
+    except StopIteration as end:
+        decision: Decision = end.value
+        return decision
+    raise AssertionError("the race pauses")
 
 
-class _NotSearched(AbstractSearch):
-    """A space that is not searched: nothing in it fits, or nothing is fast enough to be of use.
+def _peak_bytes(decision: Decision) -> float:
+    priced, picks = decision.priced, decision.picks
+    return peak_memory(known_memory(priced, picks), priced, picks)[0]
 
-    Args:
-        begin: begins the search, for messages on how much memory a step lacks.
-        bound_s: a lower bound in seconds; None if nothing fits.
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Race:
+    """A race for the best decision about a problem.
+
+    Attributes:
+        method: the name of the method whose plans take part.
+        intra: the planner that decides; entries that cannot improve on the best by a larger share
+            than its gap are not searched further.
+        planner: how plans name it, where they say more than its name.
+        states_bound: whether the plan states the lower bound; fixed methods state none.
     """
 
-    def __init__(
+    problem: Problem
+    method: str
+    intra: AbstractIntra
+    planner: str = ""
+    states_bound: bool = False
+    progress: Progress | None = None
+
+    def best(self, entries: Iterable[Entry], faster_than_s: float = math.inf) -> Decision:
+        """As `in_parts`, without a pause."""
+        return finished(self.in_parts(entries, faster_than_s=faster_than_s, pauses=False))
+
+    def best_of_ways(self, entries: Sequence[Entry]) -> Decision:
+        """As `best`, among ways to sum the gradients of micro-batches: one that needs much more
+        memory than another is not taken for a few milliseconds.
+        """
+        best = self.best(entries)
+        limit_s = best.step_time_s * (1 + _MUCH_FASTER)
+        for entry in entries:
+            if entry.space.priced is best.priced:
+                continue
+            try:
+                other = self.best([entry], limit_s)
+            except (InfeasibleError, TooSlowError):
+                continue
+            except Interrupted as interrupted:
+                raise Interrupted(best) from interrupted
+            times = _peak_bytes(best) / _peak_bytes(other)
+            if other.step_time_s <= limit_s and times > _MUCH_MEMORY:
+                passed_over = f"hardly faster, and needs {times:.1f} times the memory"
+                candidates = []
+                for c in best.candidates:
+                    if c.name != entry.space.name:
+                        candidates.append(
+                            replace(c, outcome=passed_over)
+                            if c.step_time_s == best.step_time_s
+                            else c
+                        )
+                return replace(other, candidates=(*other.candidates, *candidates))
+        return best
+
+    def in_parts(
         self,
-        space: Space | TooLarge,
-        begin: Callable[[Space], AbstractSearch],
-        bound_s: float | None,
-    ) -> None:
-        self.lower_bound_s, self.gave_up = bound_s or 0.0, False
-        self._space, self._begin, self._bound_s = space, begin, bound_s
+        entries: Iterable[Entry],
+        *,
+        expected: int = 1,
+        faster_than_s: float = math.inf,
+        pauses: bool = True,
+    ) -> RaceInParts:
+        """The best decision among all entries, with a bound that holds for all of them.
 
-    def start(self) -> float | None:
-        """The bound."""
-        return self._bound_s
+        Args:
+            entries: may be an iterator that prices them one by one.
+            expected: about how many entries there are, for `progress`.
+            faster_than_s: entries that cannot take less are not searched further; the answer may
+                then be any plan that fits. After a pause it is the time that was sent, and these
+                entries are not searched at all.
+            pauses: whether the race pauses if memory makes it long.
 
-    def bound(self, cutoff_s: float = np.inf) -> float | None:
-        """The bound."""
-        return self._bound_s
+        Raises:
+            InfeasibleError: no entry fits in memory; describes the smallest plan and remedies.
+            TooSlowError: no plan that fits was found, and some entry was not searched further
+                because it cannot be fast enough.
+            Interrupted: on Ctrl-C, with the best decision so far.
+        """
+        problem = self.problem
+        runners: list[_Runner] = []
+        notes: dict[str, Any] = {}
+        best: tuple[_Runner, IntraSolution] | None = None
+        sent_s = math.inf
+        report = self.progress or (lambda what, done, of: None)
 
-    @property
-    def picks(self) -> NDArray[np.int64] | None:
-        """None."""
-        return None
+        def cutoff_s(best: tuple[_Runner, IntraSolution] | None) -> float:
+            """The step time that a solution must stay below to be of use."""
+            # Improvements within the accepted gap do not count.
+            improved_s = best[1].step_time_s / (1 + self.intra.relative_gap) if best else np.inf
+            return min(improved_s, faster_than_s, sent_s)
 
-    def incumbent(self) -> IntraSolution | None:
-        """None."""
-        return None
+        def unfinished() -> Decision | None:
+            return best and self._decision(best, runners, "interrupted")
 
-    def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
-        """None."""
-        return None
-
-    def least_memory(self) -> NDArray[np.int64]:
-        """See `AbstractSearch.least_memory`; for that the space is priced."""
-        space = self._space
-        return self._begin(space.as_space if isinstance(space, TooLarge) else space).least_memory()
-
-
-def _outcome(runner: _Runner, winner: _Runner, step_time_s: float) -> str:
-    """What became of an entry. Neither the winner nor its equals are listed as slower."""
-    if runner.outcome != _SLOWER or isinstance(runner.search, _NotSearched):
-        return runner.outcome
-    if runner is winner:
-        return _BEST
-    is_equal = runner.solution is not None and runner.solution.step_time_s == step_time_s
-    # Without a solution, only a bound is known: it may lie below the best by less than the gap.
-    if runner.solution is None and runner.bound_s is not None and runner.bound_s < step_time_s:
-        return _NO_BETTER
-    return _AS_FAST if is_equal else _SLOWER
-
-
-def _decision(
-    best: tuple[_Runner, IntraSolution],
-    runners: Sequence[_Runner],
-    problem: Problem,
-    method: str,
-    planner: str,
-    states_bound: bool,
-    status: str,
-    relative_gap: float,
-) -> Decision:
-    """The decision of the winner, with the bound of all entries, the status that both prove, and
-    all entries as candidates.
-    """
-    runner, solution = best
-    bounds_s = [r.bound_s for r in runners if r.bound_s is not None]
-    # An interrupted race has not bounded all entries.
-    complete = states_bound and status != "interrupted"
-    # A bound of zero says that nothing is proved.
-    bound_s = min([*bounds_s, solution.step_time_s]) or None if complete else None
-    scope = ""
-    # The winner's status holds for its own mesh. For all meshes, the gap to their common bound
-    # decides; a layout that was given is compared with none.
-    if not states_bound and status in ("optimal", "optimal within the gap", "rounded"):
-        status = GIVEN_LAYOUT
-    if bound_s is not None and status in ("optimal", "optimal within the gap", "rounded"):
-        gap_s = solution.step_time_s - bound_s
-        # The second term allows for rounding errors if bound and step time are nearly equal.
-        is_within_gap = gap_s <= relative_gap * bound_s + 1e-9 * solution.step_time_s
-        # A mesh whose search was given up may have a better solution.
-        otherwise = _GAVE_UP if any(r.search.gave_up for r in runners) else "rounded"
-        if gap_s <= 1e-9 * bound_s:
-            status = "optimal"
-        else:
-            status = "optimal within the gap" if is_within_gap else otherwise
-    if complete:
-        scope = "gap_within_folded_space" if problem.nodes.folded else "all copies of all layers"
-        scope = runner.entry.intra.bound_holds_for or scope
-        if any(len(r.entry.mesh.shape) > FEW_AXES for r in runners):
-            scope = "gap_within_neighbourhood"
-    return Decision(
-        method=method,
-        planner=planner,
-        stages=(
-            StageDecision(problem=problem, priced=runner.entry.space.priced, picks=solution.picks),
-        ),
-        step_time_s=solution.step_time_s,
-        lower_bound_s=bound_s,
-        bound_holds_for=scope,
-        status=status,
-        candidates=tuple(
-            Candidate(
-                name=r.entry.space.name,
-                mesh=_mesh_name(r.entry.mesh),
-                lower_bound_s=r.bound_s,
-                step_time_s=r.solution.step_time_s if r.solution else None,
-                outcome=_outcome(r, runner, solution.step_time_s),
+        # HiGHS releases Python's global lock while it solves, so threads run in parallel.
+        pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+        try:
+            upcoming: Iterator[Entry] = iter(entries)
+            while (entry := next(upcoming, None)) is not None:
+                k = len(runners)
+                report(f"{entry.space.name} on {entry.mesh}", k, max(expected, k + 1))
+                # The fastest plan known to fit is an upper bound for this search.
+                ceiling_s = min(best[1].step_time_s if best else np.inf, sent_s)
+                runner = _Runner.start(entry, problem, pool, ceiling_s, notes, faster_than_s)
+                runners.append(runner)
+                # The race pauses only after the meshes of one axis: their integer programs are
+                # small, and their solutions limit other searches.
+                if pauses and goes_first(entry.mesh) and len(entry.mesh.shape) > 1:
+                    ahead = _priced_meanwhile(upcoming, pool.submit(runner.bound, -np.inf))
+                    upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
+                    if runner.is_open(cutoff_s(best)):
+                        pauses = False
+                        sent_s = yield unfinished()
+                if goes_first(entry.mesh):
+                    ahead = _priced_meanwhile(upcoming, pool.submit(runner.bound, cutoff_s(best)))
+                    upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
+            unsolved = sorted(
+                # The meshes with the lowest bounds come first.
+                (r for r in runners if not r.outcome),
+                key=lambda r: r.first_bound_s.result() or 0.0,
             )
-            for r in runners
-        ),
-        notes=runner.entry.notes,
-    )
+            for runner in unsolved:
+                # Bounds are not raised yet: a rounded solution of any mesh limits how far that is
+                # useful for all.
+                runner.bound(-np.inf)
+                best = _better(best, runner)
+            if pauses and any(runner.is_open(cutoff_s(best)) for runner in runners):
+                sent_s = yield unfinished()
+            lift_to_s = cutoff_s(best)
+            for runner, lifted in [(r, pool.submit(r.bound, lift_to_s)) for r in unsolved]:
+                lifted.result()
+                best = _better(best, runner)
+            # In the order of their bounds, so that most are pruned without branching.
+            for runner in sorted(
+                (r for r in runners if r.bound_s is not None), key=lambda r: r.bound_s or 0.0
+            ):
+                report(
+                    f"{runner.entry.space.name} on {runner.entry.mesh}", len(runners), len(runners)
+                )
+                improved = runner.finish(best and best[1], cutoff_s(best))
+                # In a tie the improved solution is taken, because its status says how its search
+                # ended.
+                if improved and (best is None or improved.step_time_s <= best[1].step_time_s):
+                    best = runner, improved
+            useless = [
+                r for r in runners if isinstance(r.search, NotSearched) and r.bound_s is not None
+            ]
+            if best is None and useless:
+                # One of those that are too slow tells by how much.
+                known = min(useless, key=lambda r: r.bound_s or 0.0)
+                runner = _Runner.start(known.entry, problem, pool, np.inf, notes)
+                runner.bound(-np.inf)
+                runners[runners.index(known)], best = runner, _better(best, runner)
+                runner.outcome = _SLOWER
+        except KeyboardInterrupt as error:
+            best = best or _salvage(runners)
+            raise Interrupted(unfinished()) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if best is None:
+            enough_s = min(faster_than_s, sent_s)
+            if any(r.bound_s is not None and r.bound_s >= enough_s for r in runners):
+                raise TooSlowError(
+                    f"No plan of method {self.method} takes less than {format_seconds(enough_s)}."
+                )
+            raise self._infeasible(runners)
+        return self._decision(best, runners, best[1].status)
 
-
-def _mesh_name(mesh: LogicalMesh) -> str:
-    return "x".join(str(n) for n in mesh.shape)
-
-
-def _infeasible(
-    problem: Problem, runners: Sequence[_Runner], method: str
-) -> InfeasibleError | InputError:
-    """The error if nothing fits. It names the smallest plan, the parts of its memory, and
-    remedies.
-    """
-    smallest: tuple[float, dict[str, float], _Runner, NDArray[np.int64]] | None = None
-    # Meshes of few axes split arrays into as many pieces, and their smallest plan is found quickly.
-    axes = min(len(runner.entry.mesh.shape) for runner in runners)
-    for runner in (r for r in runners if len(r.entry.mesh.shape) == axes):
-        picks = runner.search.least_memory()
-        priced = runner.entry.space.priced
-        peak_bytes, _, parts = peak_memory(known_memory(priced, picks), priced, picks)
-        if smallest is None or peak_bytes < smallest[0]:
-            smallest = peak_bytes, parts, runner, picks
-    assert smallest is not None
-    peak_bytes, parts, runner, picks = smallest
-    limit_bytes = problem.memory_limit_bytes
-    gave_up = any(r.search.gave_up for r in runners)
-    # There are too few choices, not too little memory: advice on memory would be wrong.
-    if peak_bytes <= limit_bytes and not gave_up:
-        names = " or ".join(dict.fromkeys(r.entry.intra.name for r in runners))
-        return InputError(
-            f"{names} has no plan among the choices that method {method} leaves open, though memory"
-            " would suffice.\n  Leave more choices open, such as inputs without pinned splits, or"
-            " use another planner, such as ILP()."
+    def _decision(
+        self, best: tuple[_Runner, IntraSolution], runners: Sequence[_Runner], status: str
+    ) -> Decision:
+        """The decision of the winner, with the bound of all entries, the status that both prove,
+        and all entries as candidates.
+        """
+        runner, solution, problem = *best, self.problem
+        bounds_s = [r.bound_s for r in runners if r.bound_s is not None]
+        # An interrupted race has not bounded all entries.
+        complete = self.states_bound and status != "interrupted"
+        # A bound of zero says that nothing is proved.
+        bound_s = min([*bounds_s, solution.step_time_s]) or None if complete else None
+        scope = ""
+        # The winner's status holds for its own mesh. For all meshes, the gap to their common bound
+        # decides; a layout that was given is compared with none.
+        if not self.states_bound and status in ("optimal", "optimal within the gap", "rounded"):
+            status = GIVEN_LAYOUT
+        if bound_s is not None and status in ("optimal", "optimal within the gap", "rounded"):
+            gap_s = solution.step_time_s - bound_s
+            # The second term allows for rounding errors if bound and step time are nearly equal.
+            is_within_gap = gap_s <= self.intra.relative_gap * bound_s + 1e-9 * solution.step_time_s
+            # A mesh whose search was given up may have a better solution.
+            otherwise = _GAVE_UP if any(r.search.gave_up for r in runners) else "rounded"
+            if gap_s <= 1e-9 * bound_s:
+                status = "optimal"
+            else:
+                status = "optimal within the gap" if is_within_gap else otherwise
+        if complete:
+            scope = (
+                "gap_within_folded_space" if problem.nodes.folded else "all copies of all layers"
+            )
+            scope = runner.entry.intra.bound_holds_for or scope
+            if any(len(r.entry.mesh.shape) > FEW_AXES for r in runners):
+                scope = "gap_within_neighbourhood"
+        return Decision(
+            method=self.method,
+            planner=self.planner or self.intra.name,
+            stages=(
+                StageDecision(
+                    problem=problem, priced=runner.entry.space.priced, picks=solution.picks
+                ),
+            ),
+            step_time_s=solution.step_time_s,
+            lower_bound_s=bound_s,
+            bound_holds_for=scope,
+            status=status,
+            candidates=tuple(
+                Candidate(
+                    name=r.entry.space.name,
+                    mesh=str(r.entry.mesh),
+                    lower_bound_s=r.bound_s,
+                    step_time_s=r.solution.step_time_s if r.solution else None,
+                    outcome=r.outcome_beside(runner, solution.step_time_s),
+                )
+                for r in runners
+            ),
+            notes=runner.entry.notes,
         )
-    claim = f"No plan of method {method} fits"
-    if gave_up:
-        claim = f"Within the limits of the search no plan of method {method} was found that fits"
-    listed = ", ".join(f"{format_bytes(v)} {name_of_part(k)}" for k, v in list(parts.items())[:5])
-    spaces = [r.entry.space for r in runners]
-    changes, remark = what_may_fit(
-        problem, runner.entry.space.priced, picks, spaces, runner.entry.growing_axis
-    )
-    return InfeasibleError(
-        f"{claim} {problem.cluster.name} ({format_bytes(limit_bytes)} usable on each device).\n"
-        f"  The smallest found, on a mesh {_mesh_name(runner.entry.mesh)}, needs"
-        f" {format_bytes(peak_bytes)} on each: {listed}.{remark}",
-        advice=changes,
-        required_bytes=int(peak_bytes),
-        available_bytes=int(limit_bytes),
-        parts=parts,
-        found_with=[counted(problem.num_micro_batches, "micro-batch")],
-    )
+
+    def _infeasible(self, runners: Sequence[_Runner]) -> InfeasibleError | InputError:
+        """The error if nothing fits. It names the smallest plan, the parts of its memory, and
+        remedies.
+        """
+        problem, method = self.problem, self.method
+        smallest: tuple[float, dict[str, float], _Runner, NDArray[np.int64]] | None = None
+        # Meshes of few axes split arrays into as many pieces, and their smallest plan is found
+        # quickly.
+        axes = min(len(runner.entry.mesh.shape) for runner in runners)
+        for runner in (r for r in runners if len(r.entry.mesh.shape) == axes):
+            picks = runner.search.least_memory()
+            priced = runner.entry.space.priced
+            peak_bytes, _, parts = peak_memory(known_memory(priced, picks), priced, picks)
+            if smallest is None or peak_bytes < smallest[0]:
+                smallest = peak_bytes, parts, runner, picks
+        assert smallest is not None
+        peak_bytes, parts, runner, picks = smallest
+        limit_bytes = problem.memory_limit_bytes
+        gave_up = any(r.search.gave_up for r in runners)
+        # There are too few choices, not too little memory: advice on memory would be wrong.
+        if peak_bytes <= limit_bytes and not gave_up:
+            names = " or ".join(dict.fromkeys(r.entry.intra.name for r in runners))
+            return InputError(
+                f"{names} has no plan among the choices that method {method} leaves open, though"
+                " memory would suffice.\n  Leave more choices open, such as inputs without pinned"
+                " splits, or use another planner, such as ILP()."
+            )
+        claim = f"No plan of method {method} fits"
+        if gave_up:
+            claim = (
+                f"Within the limits of the search no plan of method {method} was found that fits"
+            )
+        listed = ", ".join(
+            f"{format_bytes(v)} {name_of_part(k)}" for k, v in list(parts.items())[:5]
+        )
+        spaces = [r.entry.space for r in runners]
+        changes, remark = what_may_fit(
+            problem, runner.entry.space.priced, picks, spaces, runner.entry.growing_axis
+        )
+        return InfeasibleError(
+            f"{claim} {problem.cluster.name} ({format_bytes(limit_bytes)} usable on each device).\n"
+            f"  The smallest found, on a mesh {runner.entry.mesh}, needs"
+            f" {format_bytes(peak_bytes)} on each: {listed}.{remark}",
+            advice=changes,
+            required_bytes=int(peak_bytes),
+            available_bytes=int(limit_bytes),
+            parts=parts,
+            found_with=[counted(problem.num_micro_batches, "micro-batch")],
+        )

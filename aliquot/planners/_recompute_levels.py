@@ -23,13 +23,12 @@ from ..cost import (
     Chain,
     Problem,
     Recomputation,
-    StageOption,
     known_memory,
     recomputation,
 )
 from ..graph import OpId, Phase, stage_layers
 from ..sharding import NodeGraph, NodeId, operators_of
-from ._layer_costs import ONE_DEVICE, Floats, LayerCosts, ops_of_layers, price_option
+from ._layer_costs import ONE_DEVICE, LayerCosts, ops_of_layers, price_option
 
 # With more levels, neighbouring ones hardly differ.
 _MOST_LEVELS = 3
@@ -71,25 +70,31 @@ def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
     repeating frees nothing.
     """
     increments = [_increments(costs, kind) for kind in range(len(costs.problems))]
-    weighted = [
-        # The bytes count once for each layer of the kind.
-        (i.bytes_per_s, i.freed_bytes * list(costs.kinds).count(kind))
-        for kind, of_kind in enumerate(increments)
-        for i in of_kind
-    ]
-    least = _thresholds(weighted)
-    nodes = [
-        [_worth_repeating(of_kind, threshold) for of_kind in increments] for threshold in least
-    ]
+    weighted = []
+    # The bytes count once for each layer of the kind.
+    for kind, of_kind in enumerate(increments):
+        for i in of_kind:
+            weighted.append((i.bytes_per_s, i.freed_bytes * list(costs.kinds).count(kind)))
+    # Thresholds on the bytes freed per second of repeated work, the highest first, each of which
+    # lets about an equal part more of all freeable bytes be freed.
+    ordered = sorted(weighted, reverse=True)
+    total = sum(freed for _, freed in ordered)
+    sums = list(itertools.accumulate(freed for _, freed in ordered))
+    least = []
+    for part in range(1, _MOST_LEVELS + 1):
+        # Rounding errors of the sums must not hide the last level.
+        wanted = total * part / _MOST_LEVELS * (1 - 1e-9)
+        least += [
+            worth for (worth, _), freed in zip(ordered, sums, strict=True) if freed >= wanted
+        ][:1]
+    least = list(dict.fromkeys(least))
+    nodes: list[list[frozenset[NodeId]]] = []
+    for threshold in least:
+        nodes.append([])
+        for of_kind in increments:
+            worth_repeating = [i.nodes for i in of_kind if i.bytes_per_s >= threshold]
+            nodes[-1].append(max(worth_repeating, key=len, default=frozenset()))
     return RecomputeLevels(nodes=nodes, step_ops=[_step_ops(costs, of_level) for of_level in nodes])
-
-
-def _worth_repeating(increments: Sequence[_Increment], least: float) -> frozenset[NodeId]:
-    """The products of a kind of layer that free at least `least` bytes per second of repeated
-    work.
-    """
-    worth = [i.nodes for i in increments if i.bytes_per_s >= least]
-    return max(worth, key=len, default=frozenset())
 
 
 def chain_with_levels(
@@ -99,14 +104,29 @@ def chain_with_levels(
     operators that it may repeat.
     """
     plain = [k for k, option in enumerate(chain.options) if option.recompute == "none"]
-    seconds, freed = _figures(costs, levels, [chain.options[k] for k in plain])
+    # For each level, the seconds of repeated work and the freed bytes of each kind of layer under
+    # each option; 0 where the layer cannot run under it.
+    options = [chain.options[k] for k in plain]
+    shape = (len(costs.problems), len(options))
+    seconds, freed = ([np.zeros(shape) for _ in range(len(levels))] for _ in range(2))
+    for kind, problem in enumerate(costs.problems):
+        sets = [levels.nodes[level][kind] for level in range(len(levels))]
+        for o, option in enumerate(options):
+            mesh = option.submesh, option.mesh_shape
+            solution = costs.solutions[kind][mesh]
+            if solution is None:
+                continue
+            for level, found in enumerate(_recomputed(costs, problem, mesh, solution.picks, sets)):
+                seconds[level][kind, o], freed[level][kind, o] = found.seconds, found.freed_bytes
     options = list(chain.options)
     repeated = [frozenset[OpId]()] * len(options)
     columns = {name: [getattr(chain, name)] for name in UNIT_FIGURES}
     # Repeated work and freed bytes grow in proportion to the micro-batch, as activations do.
     scale = costs.step.num_micro_batches / chain.num_micro_batches
     for level, ops in enumerate(levels.step_ops):
-        options += [_option(chain.options[k], level) for k in plain]
+        for option in (chain.options[k] for k in plain):
+            name = f"{option.name}, recompute operators ({level + 1})"
+            options.append(replace(option, name=name, recompute="operators"))
         repeated += [ops] * len(plain)
         again, less = (figures[level][list(costs.kinds)] * scale for figures in (seconds, freed))
         added = {name: getattr(chain, name)[:, plain] for name in UNIT_FIGURES}
@@ -142,12 +162,6 @@ def repeated_nodes(
         # of their own. So it counts if at least half of its operators may be repeated.
         if (mine := operators_of(nodes, {node}))
         and 2 * sum(ops[op] in step_ops for op in mine) >= len(mine)
-    )
-
-
-def _option(option: StageOption, level: int) -> StageOption:
-    return replace(
-        option, name=f"{option.name}, recompute operators ({level + 1})", recompute="operators"
     )
 
 
@@ -203,28 +217,6 @@ def _step(before: Recomputation, after: Recomputation, nodes: frozenset[NodeId])
     )
 
 
-def _thresholds(weighted: Sequence[tuple[float, float]]) -> list[float]:
-    """Thresholds on the bytes freed per second of repeated work, the highest first, each of which
-    lets about an equal part more of all freeable bytes be freed.
-
-    Args:
-        weighted: for each increment, its bytes per second and the bytes that it frees in all
-            layers.
-    """
-    ordered = sorted(weighted, reverse=True)
-    total = sum(freed for _, freed in ordered)
-    sums = list(itertools.accumulate(freed for _, freed in ordered))
-    least = []
-    for part in range(1, _MOST_LEVELS + 1):
-        # Rounding errors of the sums must not hide the last level.
-        wanted = total * part / _MOST_LEVELS * (1 - 1e-9)
-        least += [
-            worth for (worth, _), freed in zip(ordered, sums, strict=True) if freed >= wanted
-        ][:1]
-    # Several parts may have the same threshold.
-    return list(dict.fromkeys(least))
-
-
 def _step_ops(costs: LayerCosts, nodes: Sequence[frozenset[NodeId]]) -> frozenset[OpId]:
     """The step's operators that belong to the given products of each kind of layer, in all layers
     of the kind.
@@ -239,26 +231,6 @@ def _step_ops(costs: LayerCosts, nodes: Sequence[frozenset[NodeId]]) -> frozense
         places = [k for k, op in enumerate(by_layer[members[0]]) if op in mine]
         found.update(by_layer[member][k] for member in members for k in places)
     return frozenset(found)
-
-
-def _figures(
-    costs: LayerCosts, levels: RecomputeLevels, options: Sequence[StageOption]
-) -> tuple[list[Floats], list[Floats]]:
-    """For each level, the seconds of repeated work and the freed bytes of each kind of layer under
-    each option; 0 where the layer cannot run under it.
-    """
-    shape = (len(costs.problems), len(options))
-    seconds, freed = ([np.zeros(shape) for _ in range(len(levels))] for _ in range(2))
-    for kind, problem in enumerate(costs.problems):
-        sets = [levels.nodes[level][kind] for level in range(len(levels))]
-        for o, option in enumerate(options):
-            mesh = option.submesh, option.mesh_shape
-            solution = costs.solutions[kind][mesh]
-            if solution is None:
-                continue
-            for level, found in enumerate(_recomputed(costs, problem, mesh, solution.picks, sets)):
-                seconds[level][kind, o], freed[level][kind, o] = found.seconds, found.freed_bytes
-    return seconds, freed
 
 
 def _recomputed(

@@ -25,12 +25,7 @@ METHODS: dict[str, Callable[[], AbstractMethod]] = {
     "program": WholeProgram,
     "auto": Auto,
 }
-_ON_MESH: dict[str, Callable[[tuple[int, ...]], AbstractMethod]] = {
-    "shard": lambda mesh_shape: ShardParallel(mesh_shape=mesh_shape),
-    "blocks": lambda mesh_shape: ShardParallel(mesh_shape=mesh_shape, intra=Blocks()),
-    "program": lambda mesh_shape: WholeProgram(mesh_shape=mesh_shape),
-    "auto": lambda mesh_shape: Auto(mesh_shape=mesh_shape),
-}
+_ON_MESH = ("shard", "blocks", "program", "auto")
 SYNONYMS: dict[str, Callable[[], AbstractMethod]] = {
     "ddp": DataParallel,
     "fsdp": Zero3Parallel,
@@ -38,9 +33,9 @@ SYNONYMS: dict[str, Callable[[], AbstractMethod]] = {
 }
 """Other libraries' names for methods of this one."""
 # Methods whose names may end with the number of devices that share a state, such as hsdp:8.
-_OF_GROUPS: dict[str, Callable[[int], AbstractMethod]] = {
-    "hsdp": lambda size: Zero3Parallel(shard_within=size),
-    "zero2": lambda size: Zero2Parallel(shard_within=size),
+_OF_GROUPS: dict[str, type[Zero2Parallel | Zero3Parallel]] = {
+    "hsdp": Zero3Parallel,
+    "zero2": Zero2Parallel,
 }
 
 PIPELINES: dict[str, Callable[[], AbstractInter]] = {
@@ -94,11 +89,11 @@ class PipelineOptions:
     @property
     def given(self) -> list[str]:
         """The options that are set and that only pipelines have."""
-        return [
-            f"--{name}"
-            for name in ("stages", "schedule", "layers", "within")
-            if getattr(self, name) is not None
-        ]
+        found = []
+        for name in ("stages", "schedule", "layers", "within"):
+            if getattr(self, name) is not None:
+                found.append(f"--{name}")
+        return found
 
 
 def method_by_name(
@@ -145,7 +140,7 @@ def method_by_name(
             " pipeshard."
         )
     if mesh_shape is None and has_size:
-        return _OF_GROUPS[of_groups](int(size))
+        return _OF_GROUPS[of_groups](shard_within=int(size))
     if mesh_shape is None:
         return {**METHODS, **SYNONYMS}[name]()
     if name not in _ON_MESH:
@@ -153,7 +148,9 @@ def method_by_name(
             f"Method {name} uses all devices as one axis; --mesh goes with"
             f" {' and '.join(_ON_MESH)}."
         )
-    return _ON_MESH[name](mesh_shape)
+    on_mesh = METHODS[name]()
+    assert isinstance(on_mesh, Auto | ShardParallel | WholeProgram)
+    return replace(on_mesh, mesh_shape=mesh_shape)
 
 
 def _layout(

@@ -4,6 +4,11 @@ A family is a set of plans that are searched together, such as the step as one p
 pipelines, or both on half of the hosts. It opens into smaller families and finished plans. The best
 plan so far, what was tried, why families have no plan, the helper process and Ctrl-C are kept here,
 once for all of them.
+
+Plans on fewer hosts are families, too: the network between hosts, or collectives among more
+devices, can cost a small step more time than the further devices save. The search on fewer hosts
+treats them as a smaller cluster and finds the plan that it would find if the other hosts did not
+exist, so that a step is never slower on more hosts.
 """
 
 from __future__ import annotations
@@ -13,19 +18,37 @@ import contextlib
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core import CaptureError, InfeasibleError, InputError, counted
 from ._base import Candidate, Decision, Interrupted, Task
 from ._helper import HelperProcess
-from ._scopes import one_program_scope
 from ._tried import on_hosts, tried_decision
 
 # Hosts are left idle only if that shortens the step by more than this share.
 _LEAST_GAIN = 1e-3
 # The search of a step with fewer operators ends before a helper process is ready.
 _MANY_OPS = 1000
+_ONE_PROGRAM_SCOPES = {
+    "all copies of all layers": "",
+    "gap_within_folded_space": " that split all repeated layers the same way",
+    "gap_within_blocks": " that split each product by some option of its ParallelBlock",
+    "gap_within_neighbourhood": " with choices near the solutions of coarser meshes",
+}
+
+
+def one_program_scope(decision: Decision) -> str:
+    """Words for the plans among which the lower bound of one program holds: never pipelines, even
+    if these were searched, too.
+    """
+    if not decision.bound_holds_for:
+        return ""
+    parts = counted(decision.num_micro_batches, "micro-batch")
+    shown = f"plans without a pipeline in {parts}"
+    return shown + _ONE_PROGRAM_SCOPES.get(
+        decision.bound_holds_for, f", {decision.bound_holds_for}"
+    )
 
 
 class AbstractFamily(abc.ABC):
@@ -193,3 +216,64 @@ class Search:
         if scope and best.idle_hosts:
             scope = f"{scope} on {counted(hosts, 'host')}"
         return replace(best, method=method, bound_holds_for=scope, candidates=(*own, *beside))
+
+
+Families = Callable[[Task], Sequence[AbstractFamily]]
+"""The families of plans of a task on all hosts of its cluster."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Hosts(AbstractFamily):
+    """The plans on a number of hosts, and on fewer.
+
+    Attributes:
+        task: the step on these hosts.
+        of: the step on the whole cluster.
+        families: makes the families of plans on a number of hosts.
+        fewer: the other numbers of hosts, from the largest down.
+    """
+
+    task: Task
+    of: Task
+    families: Families
+    fewer: Sequence[int]
+    lower_bound_s: float
+
+    @classmethod
+    def below(cls, task: Task, families: Families, least_s: float) -> list[Hosts]:
+        """The family of the plans on fewer hosts than a task has; none if no host may be idle.
+
+        Args:
+            least_s: the least that the step takes on all hosts.
+        """
+        if not task.may_idle:
+            return []
+        counts = fewer_hosts(task.cluster.num_hosts)
+        whole = cls(task=task, of=task, families=families, fewer=counts, lower_bound_s=least_s)
+        return whole._next()
+
+    def open(self, search: Search) -> Iterable[AbstractFamily]:
+        """See `AbstractFamily.open`. What does not fit on all hosts is not tried on fewer."""
+        # Problems that were made since then are reused.
+        task = self.of.on_hosts(self.task.cluster.num_hosts)
+        if search.best is None or not task.holds_state:
+            return ()
+        return (*self.families(task), *self._next())
+
+    def _next(self) -> list[Hosts]:
+        if not self.fewer:
+            return []
+        hosts, *fewer = self.fewer
+        # Compute at best is shared evenly by fewer devices.
+        least_s = self.lower_bound_s * self.task.cluster.num_hosts / hosts
+        task = self.of.on_hosts(hosts)
+        return [replace(self, task=task, fewer=fewer, lower_bound_s=least_s)]
+
+
+def fewer_hosts(total: int) -> list[int]:
+    """Numbers of hosts below `total` that are tried: its half, quarter, ... and the powers of two,
+    from the largest down. Twice the total has all of them, too, and the total itself.
+    """
+    halves = {total >> k for k in range(1, total.bit_length())}
+    powers = {1 << k for k in range(total.bit_length())}
+    return sorted((n for n in halves | powers if 0 < n < total), reverse=True)

@@ -11,14 +11,15 @@ from ._base import Candidate, Decision
 
 def tried_decision(decision: Decision, outcome: str) -> Candidate:
     """A plan as a candidate: its micro-batches, its stages if it is a pipeline, and its meshes."""
-    meshes = dict.fromkeys("x".join(map(str, stage.priced.mesh.shape)) for stage in decision.stages)
+    meshes = dict.fromkeys(str(stage.priced.mesh) for stage in decision.stages)
     parts = counted(decision.num_micro_batches, "micro-batch")
     if decision.pipeline is None:
         name, bound_s = f"no pipeline, {parts}", decision.lower_bound_s
     else:
         schedule, stages = decision.pipeline.schedule.name, counted(len(decision.stages), "stage")
         name = f"{decision.method}, {stages}, {schedule}, {parts}"
-        bound_s = _bound_of_steps_s(decision)
+        least_s = decision.lower_bound_s
+        bound_s = least_s if least_s is not None and least_s <= decision.step_time_s else None
     return Candidate(
         name=name,
         mesh=next(iter(meshes)) if len(meshes) == 1 else f"{len(meshes)} meshes",
@@ -31,14 +32,6 @@ def tried_decision(decision: Decision, outcome: str) -> Candidate:
 def on_hosts(method: str, num_hosts: int) -> str:
     """The name of a search on a number of hosts."""
     return f"{method} on {counted(num_hosts, 'host')}"
-
-
-def _bound_of_steps_s(decision: Decision) -> float | None:
-    """The lower bound; None if the pipeline itself takes less. The bound holds for closed forms of
-    layers priced one by one, and stages that are solved as a whole may be faster.
-    """
-    bound_s = decision.lower_bound_s
-    return bound_s if bound_s is not None and bound_s <= decision.step_time_s else None
 
 
 def tried_counts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from typing import Any
 
@@ -14,7 +15,6 @@ from ..graph import (
     OPERATORS,
     Graph,
     Phase,
-    Role,
     graph_fingerprint,
     interface_fingerprint,
     named_places,
@@ -72,10 +72,11 @@ def write_plan(
     uses = {k: axis_uses(stage) for k, stage in enumerate(decision.stages) if stage.like is None}
     prediction, casts_once = _prediction(decision, task.limit_bytes)
     _refuse_full_hosts(prediction, task.cluster)
+    inputs, outputs = array_interfaces(full)
     return Plan(
         model=_with_flops(model, task),
-        inputs=tuple(_interface(full, i.path, i.value, i.role) for i in full.inputs),
-        outputs=tuple(_interface(full, o.path, o.value, None) for o in full.outputs),
+        inputs=inputs,
+        outputs=outputs,
         interface_fingerprint=interface_fingerprint(full),
         graph_fingerprint=graph_fingerprint(full),
         cluster=task.on_hosts(used_hosts).cluster.to_dict(),
@@ -84,7 +85,7 @@ def write_plan(
         recompute=how.name if (how := full.calling.recompute) else "none",
         num_micro_batches=decision.num_micro_batches,
         micro_batch_semantics=task.semantics,
-        combine=_combine(decision),
+        combine={unranged(path): how for path, how in decision.combine.items()},
         schedule=pipeline.schedule.name if pipeline else SINGLE,
         num_submeshes=pipeline.schedule.num_submeshes if pipeline else 1,
         overlaps_transfers=pipeline.overlaps_transfers if pipeline else False,
@@ -94,28 +95,24 @@ def write_plan(
             StagePlan(
                 mesh_shape=stage.priced.mesh.shape,
                 axis_names=stage.priced.mesh.axis_names,
-                shardings=inputs,
-                outputs=outputs,
+                shardings=kept,
+                outputs=returned,
                 interior=_interior(stage) if stage.like is None else (),
                 like=stage.like,
-                data_axes=tuple(
-                    stage.priced.mesh.axis_names[a] for a in sorted(stage.priced.data_axes)
-                ),
-                context_axes=tuple(
-                    stage.priced.mesh.axis_names[a] for a in sorted(stage.priced.context_axes)
-                ),
+                data_axes=stage.priced.mesh.names_of(stage.priced.use.data_axes),
+                context_axes=stage.priced.mesh.names_of(stage.priced.use.context_axes),
                 first_device=stage.first_device,
                 first_layer=stage.first_layer,
                 layer_names=stage.layer_names,
                 recompute=stage.recompute,
                 casts_once=once,
-                gathers_once=stage.priced.gathers_once,
+                gathers_once=stage.priced.use.gathers_once,
                 updates_early=pipeline is not None and k in pipeline.schedule.early_updates,
                 folded=stage.folded,
                 prediction=predicted,
                 parallelism=uses[k if stage.like is None else stage.like],
             )
-            for k, (stage, (inputs, outputs), predicted, once) in enumerate(
+            for k, (stage, (kept, returned), predicted, once) in enumerate(
                 zip(decision.stages, shardings, predictions, casts_once, strict=True)
             )
         ),
@@ -139,16 +136,7 @@ def write_plan(
             gap=_gap(decision, prediction.step_time_s),
             bound_holds_for=decision.bound_holds_for,
             status=decision.status,
-            candidates=tuple(
-                {
-                    "name": c.name,
-                    "mesh": c.mesh,
-                    "lower_bound_s": c.lower_bound_s,
-                    "step_time_s": c.step_time_s,
-                    "outcome": c.outcome,
-                }
-                for c in decision.candidates
-            ),
+            candidates=tuple(dataclasses.asdict(each) for each in decision.candidates),
             profiles=getattr(task.cluster.measured, "source", ""),
         ),
     )
@@ -195,10 +183,6 @@ def _gap(decision: Decision, step_time_s: float) -> float | None:
     if bound is None or decision.gap is not None:
         return decision.gap
     return max(0.0, step_time_s / bound - 1.0)
-
-
-def _combine(decision: Decision) -> dict[str, str]:
-    return {unranged(path): how for path, how in decision.combine.items()}
 
 
 def _interior(stage: StageDecision) -> Any:
@@ -313,12 +297,22 @@ def _with_flops(model: ModelReference, task: Task) -> ModelReference:
     return msgspec.structs.replace(model, flops_per_step=total, flops_dtype=most)
 
 
-def _interface(graph: Graph, path: str, operand: Any, role: Role | None) -> ArrayInterface:
-    value = graph.values[operand] if isinstance(operand, int) else operand
-    return ArrayInterface(
-        path=path,
-        shape=tuple(value.shape),
-        dtype=value.dtype,
-        role=role.value if role else "",
-        memory=value.memory.value,
+def array_interfaces(
+    graph: Graph,
+) -> tuple[tuple[ArrayInterface, ...], tuple[ArrayInterface, ...]]:
+    """The inputs and the outputs of a step, as its plan describes them."""
+
+    def of(path: str, operand: Any, role: str) -> ArrayInterface:
+        value = graph.values[operand] if isinstance(operand, int) else operand
+        return ArrayInterface(
+            path=path,
+            shape=tuple(value.shape),
+            dtype=value.dtype,
+            role=role,
+            memory=value.memory.value,
+        )
+
+    return (
+        tuple(of(i.path, i.value, i.role.value) for i in graph.inputs),
+        tuple(of(o.path, o.value, "") for o in graph.outputs),
     )

@@ -14,9 +14,6 @@ from ._arrays import unranged as unranged
 from ._axis_roles import AxisRole as AxisRole
 from ._axis_roles import names_experts as names_experts
 from ._axis_roles import roles_of_axes as roles_of_axes
-from ._closed_form import ClosedForm as ClosedForm
-from ._closed_form import Maximum as Maximum
-from ._closed_form import StageTimes as StageTimes
 from ._collective_text import stage_collective_table as stage_collective_table
 from ._compared import Collective as Collective
 from ._compared import CollectiveComparison as CollectiveComparison
@@ -28,12 +25,14 @@ from ._diff import PlanDiff as PlanDiff
 from ._diff import diff as diff
 from ._facts import bound as bound
 from ._facts import fact_rows as fact_rows
+from ._facts import has_gradients as has_gradients
 from ._facts import headline as headline
 from ._facts import is_pipeline as is_pipeline
 from ._facts import memory_parts as memory_parts
 from ._facts import name_of_part as name_of_part
 from ._facts import origin_rows as origin_rows
 from ._facts import rebuild as rebuild
+from ._facts import time_between_calls_s as time_between_calls_s
 from ._facts import time_parts as time_parts
 from ._figures import figures as figures
 from ._file import from_json as from_json
@@ -70,7 +69,10 @@ from ._schedule import TaskKind as TaskKind
 from ._schedule import dependencies as dependencies
 from ._schedule import round_robin as round_robin
 from ._schedule_kind import AbstractScheduleKind as AbstractScheduleKind
+from ._schedule_kind import ClosedForm as ClosedForm
 from ._schedule_kind import Keeps as Keeps
+from ._schedule_kind import Maximum as Maximum
+from ._schedule_kind import StageTimes as StageTimes
 from ._schedules import SCHEDULES as SCHEDULES
 from ._schedules import make_schedule as make_schedule
 from ._schedules import schedule_kind as schedule_kind
@@ -91,8 +93,6 @@ from ._stage_text import stage_numbers as stage_numbers
 from ._stage_text import step_parts as step_parts
 from ._stage_text import submesh_name as submesh_name
 from ._stage_text import submesh_names as submesh_names
-from ._streaming import has_gradients as has_gradients
-from ._streaming import time_between_calls_s as time_between_calls_s
 from ._summary import DATA_SHEET_ALONE as DATA_SHEET_ALONE
 from ._summary import RECOMPUTED_BY_STAGE as RECOMPUTED_BY_STAGE
 from ._summary import UNKNOWN_ERROR as UNKNOWN_ERROR

@@ -45,9 +45,13 @@ def spoken(plan: Plan) -> tuple[str, str, str]:
     * predicted step time, memory on each device and its limit, MFU and the expected error.
     """
     model, cluster = plan.model.name or "step", plan.cluster.get("name", "a cluster")
+    count, how = plan.num_micro_batches, recomputation(plan)
+    parts = f"{count} micro-batches" if count != 1 else "the whole batch at once"
+    again = "no recomputation" if how in ("", "none") else f"recompute {how}"
+    done = ", ".join([_split(plan), parts, again])
     return (
         f"{model} on {cluster}, by method {plan.method}",
-        f"{_capitalised(', '.join([_split(plan), _batch(plan), _recomputed(plan)]))}:",
+        f"{done[:1].upper()}{done[1:]}:",
         f"{', '.join(_figures(plan))}.",
     )
 
@@ -65,7 +69,23 @@ def _split(plan: Plan) -> str:
     if not plan.stages:
         return "run nothing: the plan has no stages"
     if len(plan.stages) == 1:
-        return _of_program(plan, plan.stages[0])
+        stage = plan.stages[0]
+        everywhere = f"all {math.prod(stage.mesh_shape)} {noun}s"
+        roles = list(roles_of_axes(plan, stage))
+        if not roles:
+            return f"run everything on one {noun}"
+        kind = roles[0].kind
+        if any(role.kind != kind for role in roles):
+            return f"combine {' and '.join(_ways(plan, stage))} on {everywhere}"
+        if "FSDP" in kind and not kind.startswith("context"):
+            return f"shard parameters and optimizer state over {everywhere} (FSDP)"
+        if zero := _ZERO.search(kind):
+            also = "gradients and optimizer state" if zero[1] == "2" else "optimizer state"
+            return f"split the batch and shard {also} over {everywhere} (ZeRO-{zero[1]})"
+        for words, said in _INSTRUCTIONS.items():
+            if kind.startswith(words):
+                return f"{said} over {everywhere} ({words}{_shares(roles)})"
+        return f"split the arrays over {everywhere}{_shares(roles).replace(', ', ': ')}"
     sizes = sorted({math.prod(stage.mesh_shape) for stage in plan.stages})
     each = counted(sizes[0], noun)
     if len(sizes) > 1:
@@ -92,28 +112,6 @@ def _split(plan: Plan) -> str:
         return run
     who = "each" if len(kinds) == 1 else "most"
     return f"{run}, {who} with {' and '.join(_ways(plan, together))}"
-
-
-def _of_program(plan: Plan, stage: StagePlan) -> str:
-    """What a plan of one program splits, as an instruction."""
-    noun, size = device_noun(plan), math.prod(stage.mesh_shape)
-    everywhere = f"all {size} {noun}s"
-    roles = list(roles_of_axes(plan, stage))
-    if not roles:
-        return f"run everything on one {noun}"
-    kinds = {role.kind for role in roles}
-    if len(kinds) > 1:
-        return f"combine {' and '.join(_ways(plan, stage))} on {everywhere}"
-    kind = kinds.pop()
-    if "FSDP" in kind and not kind.startswith("context"):
-        return f"shard parameters and optimizer state over {everywhere} (FSDP)"
-    if zero := _ZERO.search(kind):
-        also = "gradients and optimizer state" if zero[1] == "2" else "optimizer state"
-        return f"split the batch and shard {also} over {everywhere} (ZeRO-{zero[1]})"
-    for words, said in _INSTRUCTIONS.items():
-        if kind.startswith(words):
-            return f"{said} over {everywhere} ({words}{_shares(roles)})"
-    return f"split the arrays over {everywhere}{_shares(roles).replace(', ', ': ')}"
 
 
 def _ways(plan: Plan, stage: StagePlan) -> Iterator[str]:
@@ -144,18 +142,6 @@ def _shares(roles: Sequence[AxisRole]) -> str:
     return ", parameters sharded" if share > _ALL else f", {share:.0%} of the parameters sharded"
 
 
-def _batch(plan: Plan) -> str:
-    if plan.num_micro_batches == 1:
-        return "the whole batch at once"
-    return f"{plan.num_micro_batches} micro-batches"
-
-
-def _recomputed(plan: Plan) -> str:
-    """What the backward pass recomputes."""
-    how = recomputation(plan)
-    return "no recomputation" if how in ("", "none") else f"recompute {how}"
-
-
 def _figures(plan: Plan) -> Iterator[str]:
     p = plan.prediction
     yield f"{said_of_step_time(plan)} a step"
@@ -174,7 +160,3 @@ def _figures(plan: Plan) -> Iterator[str]:
         yield f"mean error of the measurements {p.measured_error:.0%}"
     else:
         yield said_error(plan)
-
-
-def _capitalised(text: str) -> str:
-    return text[:1].upper() + text[1:]

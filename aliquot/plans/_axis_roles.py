@@ -126,11 +126,11 @@ class _Axis:
     def state(self) -> list[tuple[ArrayGroup, bool]]:
         """The arrays that stay on a device from step to step, and whether the axis splits them."""
         groups = grouped_arrays(self.plan.inputs, self.stage, self.stage.shardings)
-        return [
-            (group, any(self.name in axes for axes in group.dims))
-            for group in groups
-            if group.role != "batch"
-        ]
+        found = []
+        for group in groups:
+            if group.role != "batch":
+                found.append((group, any(self.name in axes for axes in group.dims)))
+        return found
 
     def share(self, role: str, among: Callable[[str], bool] = lambda path: True) -> float | None:
         """The share of the arrays of a role, by bytes, that the axis splits as they are stored, of
@@ -147,11 +147,10 @@ class _Axis:
         """The state that the axis does not split, where that is more than a little and the roles'
         shares do not say so in a word.
         """
-        told = [
-            role
-            for role in ("parameter", "optimizer_state")
-            if (self.share(role) or 0.0) < _NOTHING
-        ]
+        told = []
+        for role in ("parameter", "optimizer_state"):
+            if (self.share(role) or 0.0) < _NOTHING:
+                told.append(role)
         least = _NAMED * sum(group.total_bytes for group, _ in self.state)
         large = [
             group

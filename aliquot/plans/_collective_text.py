@@ -34,7 +34,20 @@ def collective_table(plan: Plan) -> Section:
 
 def stage_collective_table(plan: Plan) -> Section:
     """Communication inside the stages of a pipeline; equal rows of several stages are joined."""
-    entries = _stage_collectives(plan)
+    by_kind: dict[object, tuple[list[int], CollectiveUse]] = {}
+    for index, stage in enumerate(plan.stages):
+        for use in stage.prediction.collectives if stage.prediction else ():
+            key = (
+                use.kind,
+                use.axes,
+                stage.mesh_shape,
+                use.count,
+                use.num_bytes,
+                _DIGITS.sub("*", use.label),
+            )
+            by_kind.setdefault(key, ([], use))[0].append(index)
+    entries = [(tuple(dict.fromkeys(numbers)), use) for numbers, use in by_kind.values()]
+    entries = sorted(entries, key=lambda entry: -entry[1].seconds)
     return Section(
         kind=SectionKind.COMMUNICATION,
         title=(
@@ -53,20 +66,3 @@ def stage_collective_table(plan: Plan) -> Section:
 def _cells(use: CollectiveUse) -> tuple[str, ...]:
     size, seconds = format_bytes(use.num_bytes), format_seconds(use.seconds)
     return use.kind, ", ".join(use.axes), f"{use.count:g}", size, seconds, use.label
-
-
-def _stage_collectives(plan: Plan) -> list[tuple[tuple[int, ...], CollectiveUse]]:
-    by_kind: dict[object, tuple[list[int], CollectiveUse]] = {}
-    for index, stage in enumerate(plan.stages):
-        for use in stage.prediction.collectives if stage.prediction else ():
-            key = (
-                use.kind,
-                use.axes,
-                stage.mesh_shape,
-                use.count,
-                use.num_bytes,
-                _DIGITS.sub("*", use.label),
-            )
-            by_kind.setdefault(key, ([], use))[0].append(index)
-    entries = [(tuple(dict.fromkeys(numbers)), use) for numbers, use in by_kind.values()]
-    return sorted(entries, key=lambda entry: -entry[1].seconds)

@@ -47,14 +47,18 @@ def describe(plan: Plan, width: int | None = None, *, every: bool = False) -> st
     prose = min(fits or _WIDTH, _WIDTH)
     what, *rest = spoken(plan)
     lines = broken(what, fits or _WIDTH)
-    lines += [f"  {line}" for text in rest for line in wrapped(text, prose - 2)]
+    for text in rest:
+        for line in wrapped(text, prose - 2):
+            lines.append(f"  {line}")
     rows = _grouped(fact_rows(plan))
     shown = [each for each in sections(plan, PRINTED) if each.kind not in _LEFT_TO_EXPLAIN]
     tried = [each for each in shown if each.kind == SectionKind.TRIED]
     lines += ["", *_facts([row for name in _WHY for row in rows.pop(name, [])], prose)]
     for section in tried:
         lines += ["", *_laid_out(section, fits)]
-    costs = [row for name in _COSTS for row in rows.pop(name, [])]
+    costs = []
+    for name in _COSTS:
+        costs.extend(rows.pop(name, []))
     lines += ["", *_facts([*costs, *(row for each in rows.values() for row in each)], prose)]
     for section in shown:
         if section not in tried and (every or section.kind not in _DETAILS):
@@ -71,7 +75,9 @@ def brief(plan: Plan, width: int | None = None) -> str:
     prose = min(fits or _WIDTH, _WIDTH)
     what, *rest = spoken(plan)
     lines = broken(what, fits or _WIDTH)
-    lines += [f"  {line}" for text in rest for line in wrapped(text, prose - 2)]
+    for text in rest:
+        for line in wrapped(text, prose - 2):
+            lines.append(f"  {line}")
     lines += ["", *_facts([("bound", bound(plan))], prose)]
     for section in sections(plan, BRIEF):
         if section.kind == SectionKind.TRIED:
@@ -125,9 +131,8 @@ def _table(section: Section, width: int | None) -> list[str]:
     for row in cells:
         parts = [broken(cell, w) for cell, w in zip(row, widths, strict=True)]
         for texts in itertools.zip_longest(*parts, fillvalue=""):
-            padded = [
-                t.rjust(w) if k in section.right else t.ljust(w)
-                for k, (t, w) in enumerate(zip(texts, widths))
-            ]
+            padded = []
+            for k, (t, w) in enumerate(zip(texts, widths)):
+                padded.append(t.rjust(w) if k in section.right else t.ljust(w))
             lines.append("  " + "  ".join(padded).rstrip())
     return lines

@@ -8,7 +8,7 @@ from typing import Any
 
 from ._arrays import format_dims
 from ._facts import is_pipeline
-from ._plan import PREDICTED_FIGURES, CollectiveUse, Plan, StagePlan
+from ._plan import PREDICTED_FIGURES, CollectiveUse, Plan
 from ._stage_text import device_range, short_layers
 
 Term = str | int | float | None
@@ -83,7 +83,9 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     Operators inside stages are compared only if both plans cut the step into the same stages;
     otherwise operators with the same name may be different ones.
     """
-    cuts = [[stage.layer_names for stage in plan.stages] for plan in (before, after)]
+    cuts = []
+    for plan in (before, after):
+        cuts.append([stage.layer_names for stage in plan.stages])
     same_cut = cuts[0] == cuts[1]
     changes = [*_changes("decision", _decisions(before, same_cut), _decisions(after, same_cut))]
     changes += _changes("prediction", _predictions(before), _predictions(after))
@@ -127,12 +129,10 @@ def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
         "scan_bounds": ", ".join(map(str, plan.scan_bounds)) or "none",
     }
     for what, arrays in (("input", plan.inputs), ("output", plan.outputs)):
-        terms |= {
-            f"interface of {what} {array.path}": (
+        for array in arrays:
+            terms[f"interface of {what} {array.path}"] = (
                 f"{array.dtype}[{', '.join(map(str, array.shape))}]"
             )
-            for array in arrays
-        }
     for index, stage in enumerate(plan.stages):
         prefix = f"stage {index} " if is_pipeline(plan) else ""
         terms[f"{prefix}mesh"] = "x".join(map(str, stage.mesh_shape))
@@ -140,7 +140,12 @@ def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
         terms[f"{prefix}data_axes"] = ", ".join(stage.data_axes)
         terms[f"{prefix}context_axes"] = ", ".join(stage.context_axes)
         if is_pipeline(plan):
-            terms |= _stage_decisions(prefix, stage)
+            start, stop = device_range(stage)
+            terms |= {
+                f"{prefix}layers": short_layers(stage.layer_names),
+                f"{prefix}devices": f"{start}-{stop - 1}" if stop > start + 1 else str(start),
+                f"{prefix}recompute": stage.recompute if stage.recompute != "none" else "no",
+            }
         # Nodes are numbered in each stage: in other stages the same name is another operator.
         for op in stage.interior if operators else ():
             split = (
@@ -150,33 +155,17 @@ def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
             terms[f"{prefix}operator {op.node}"] = (
                 f"{split} ({op.copies} copies){', recomputed' if op.recompute else ''}"
             )
-    terms |= _splits(plan)
-    terms |= {f"combine {path}": how for path, how in plan.combine.items()}
-    terms |= {f"note: {note}": "noted" for note in plan.notes}
-    return terms
-
-
-def _stage_decisions(prefix: str, stage: StagePlan) -> dict[str, Term]:
-    start, stop = device_range(stage)
-    return {
-        f"{prefix}layers": short_layers(stage.layer_names),
-        f"{prefix}devices": f"{start}-{stop - 1}" if stop > start + 1 else str(start),
-        f"{prefix}recompute": stage.recompute if stage.recompute != "none" else "no",
-    }
-
-
-def _splits(plan: Plan) -> dict[str, Term]:
-    """Splits of arrays by path, whichever stage holds them: plans with different stages may still
-    split arrays alike.
-
-    An array that several stages split differently is listed with all its splits.
-    """
+    # Splits of arrays by path, whichever stage holds them: plans with different stages may still
+    # split arrays alike.
     by_path: dict[str, dict[str, None]] = {}
     for stage in plan.stages:
         for what, splits in (("input", stage.shardings), ("output", stage.outputs)):
             for path, dims in splits.items():
                 by_path.setdefault(f"{what} {path}", {})[format_dims(dims)] = None
-    return {subject: " or ".join(sorted(splits)) for subject, splits in by_path.items()}
+    terms |= {subject: " or ".join(sorted(splits)) for subject, splits in by_path.items()}
+    terms |= {f"combine {path}": how for path, how in plan.combine.items()}
+    terms |= {f"note: {note}": "noted" for note in plan.notes}
+    return terms
 
 
 def _predictions(plan: Plan) -> dict[str, Term]:
@@ -192,26 +181,22 @@ def _predictions(plan: Plan) -> dict[str, Term]:
         if prediction := stage.prediction:
             prefix = f"stage {index}"
             terms |= {f"{prefix} {name}": getattr(prediction, name) for name in _OF_STAGES}
-    for name, uses in _collectives(plan).items():
+    by_kind: dict[str, list[CollectiveUse]] = {}
+    for use in plan.prediction.collectives:
+        by_kind.setdefault(f"{use.kind} over {'.'.join(use.axes)}", []).append(use)
+    for name, uses in by_kind.items():
         terms[f"{name} count"] = sum(use.count for use in uses)
         terms[f"{name} num_bytes"] = sum(use.num_bytes for use in uses)
         terms[f"{name} time_s"] = sum(use.seconds for use in uses)
     return terms
 
 
-def _collectives(plan: Plan) -> dict[str, list[CollectiveUse]]:
-    by_kind: dict[str, list[CollectiveUse]] = {}
-    for use in plan.prediction.collectives:
-        by_kind.setdefault(f"{use.kind} over {'.'.join(use.axes)}", []).append(use)
-    return by_kind
-
-
 def _flat(name: str, value: Any) -> dict[str, Term]:
     """Nested mappings as single terms with dotted names."""
     if isinstance(value, Mapping):
-        return {
-            path: term
-            for key, item in value.items()
-            for path, term in _flat(f"{name}.{key}", item).items()
-        }
+        found = {}
+        for key, item in value.items():
+            for path, term in _flat(f"{name}.{key}", item).items():
+                found[path] = term
+        return found
     return {name: value if isinstance(value, str | int | float | None) else str(value)}

@@ -11,7 +11,6 @@ from ..core import counted, format_bytes, format_seconds, format_share_of_limit
 from ._idle_hosts import idle_devices, plan_devices
 from ._plan import GIVEN_LAYOUT, Plan
 from ._stage_text import idle_parts, meshes
-from ._streaming import has_gradients, time_between_calls_s
 from ._summary import (
     chosen_candidate,
     layers_recompute,
@@ -75,66 +74,66 @@ _PARTS_OF_MEMORY = {
 
 def fact_rows(plan: Plan) -> list[tuple[str, str]]:
     """Names and texts in reading order; a row without a name continues the row above it."""
-    summary = summary_rows(plan)
-    return [
-        *_batch_rows(plan),
-        *(row for row in summary if row[0] in _DECISIONS),
-        *_idle_rows(plan),
-        ("micro-batches", micro_batches(plan)),
-        ("step time (predicted)", _step_time(plan)),
-        *_stream_rows(plan),
-        *(row for row in summary if row[0] not in _DECISIONS),
+    rows, summary, p = [], summary_rows(plan), plan.prediction
+    batch = [array for array in plan.inputs if array.role == "batch" and array.shape]
+    if batch:
+        # The largest array of the batch, and the type of most matrix products.
+        largest = max(batch, key=lambda array: math.prod(array.shape))
+        dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", ""))
+        products = f"; most matmuls in {dtype}" if dtype else ""
+        if plan.model.kind == "zoo":
+            products += _SCALED.get(dtype, "")
+        shape = f"{largest.dtype}[{', '.join(map(str, largest.shape))}]"
+        rows.append(("batch", f"{largest.path.removeprefix('batch.')} {shape}{products}"))
+    rows += [row for row in summary if row[0] in _DECISIONS]
+    if plan.idle_hosts:
+        which, devices = counted(plan.idle_hosts, "host"), counted(idle_devices(plan), "device")
+        rows.append(("idle", f"the last {which}, {devices}: faster without"))
+    rows.append(("micro-batches", micro_batches(plan)))
+    step_time = time_parts(plan)
+    # Of devices without calibration the range comes first.
+    if step_time_range_s(plan) is not None:
+        step_time = f"{said_of_step_time(plan)}; by the data sheet {step_time}"
+    rows.append(("step time (predicted)", step_time))
+    # Where stages take the next call before they have ended this one.
+    if len(plan.stages) > 1 and not has_gradients(plan):
+        between = format_seconds(time_between_calls_s(plan))
+        rows.append(("time between calls", f"{between}, if they follow one another without a gap"))
+    rows += [row for row in summary if row[0] not in _DECISIONS]
+    peak, limit, share = format_bytes(p.peak_memory_bytes), p.memory_limit_bytes, ""
+    if limit:
+        share = f", {format_share_of_limit(p.peak_memory_bytes, limit)} of the limit of"
+        share += f" {format_bytes(limit)}{_limit_of_device(plan)}"
+    rows += [
         ("bound", bound(plan)),
-        *_memory_rows(plan),
-        *_search_rows(plan),
+        ("memory (predicted)", f"{peak} on each device{share}; peak at {p.peak_moment}"),
+        ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in told_parts(plan))),
     ]
-
-
-def _step_time(plan: Plan) -> str:
-    """The step time and its parts; of devices without calibration its range first."""
-    parts = time_parts(plan)
-    if step_time_range_s(plan) is None:
-        return parts
-    return f"{said_of_step_time(plan)}; by the data sheet {parts}"
-
-
-def _search_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The time that the search took; plan files do not hold it."""
-    p = plan.provenance
-    if not p.search_s and not p.trace_s:
-        return []
-    took = f"{format_seconds(p.search_s)} of search, after {format_seconds(p.trace_s)} of tracing"
-    return [("planned in", took)]
-
-
-def _batch_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The largest array of the batch, and the type of most matrix products."""
-    arrays = [array for array in plan.inputs if array.role == "batch" and array.shape]
-    if not arrays:
-        return []
-    largest = max(arrays, key=lambda array: math.prod(array.shape))
-    shape = ", ".join(map(str, largest.shape))
-    dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", ""))
-    products = f"; most matmuls in {dtype}" if dtype else ""
-    if plan.model.kind == "zoo":
-        products += _SCALED.get(dtype, "")
-    name = largest.path.removeprefix("batch.")
-    return [("batch", f"{name} {largest.dtype}[{shape}]{products}")]
-
-
-def _stream_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The time between calls, where stages take the next before they have ended this one."""
-    if len(plan.stages) < 2 or has_gradients(plan):
-        return []
-    between = format_seconds(time_between_calls_s(plan))
-    return [("time between calls", f"{between}, if they follow one another without a gap")]
+    if p.host_memory_bytes:
+        each = sum(p.host_memory_bytes.values())
+        hosts = plan.cluster.get("host")
+        held = hosts.get("memory_bytes") if isinstance(hosts, dict) else None
+        per_host = each * devices_of_a_host(plan)
+        text = f"{format_bytes(each)} for each device, {format_bytes(per_host)} on a host"
+        text += f", {per_host / held:.0%} of {format_bytes(held)}" if held else ""
+        parts = [f"{format_bytes(size)} {name}" for name, size in p.host_memory_bytes.items()]
+        rows += [("host memory", text), ("", " + ".join(parts))]
+    took = plan.provenance
+    # Plan files do not hold the time that the search took.
+    if took.search_s or took.trace_s:
+        search, trace = format_seconds(took.search_s), format_seconds(took.trace_s)
+        rows.append(("planned in", f"{search} of search, after {trace} of tracing"))
+    return rows
 
 
 def origin_rows(plan: Plan) -> list[tuple[str, str]]:
     """The planner, and how to build the step again."""
+    # The step, as it is built, may recompute less than the plan says.
+    how, built = layers_recompute(plan), plan.model.settings.get("recompute", "none")
+    added = "" if how in (None, built) else f"; the plan adds the recomputation ({how})"
     return [
         ("planner", f"{plan.provenance.planner}; aliquot {plan.provenance.version}"),
-        ("to rebuild the step", f"{rebuild(plan)}{_recomputed_by_plan(plan)}"),
+        ("to rebuild the step", f"{rebuild(plan)}{added}"),
     ]
 
 
@@ -217,7 +216,7 @@ def bound(plan: Plan) -> str:
         return f"{given}{_bound_of_chosen(plan)}{others}"
     if p.bound_holds_for.startswith(_CLOSED_FORM):
         return _bound_of_closed_forms(plan, p.lower_bound_s)
-    if _is_proven(plan):
+    if plan.provenance.status == "optimal" and (plan.provenance.gap or 0.0) <= _ROUNDING:
         text = f"proven optimal: 0% above the fastest of {_space(plan)}"
     else:
         above = p.gap
@@ -251,10 +250,6 @@ def _at_most(share: float) -> str:
     return f"at most {share:.2%}" if share >= _LEAST_GAP else f"less than {_LEAST_GAP:.2%}"
 
 
-def _is_proven(plan: Plan) -> bool:
-    return plan.provenance.status == "optimal" and (plan.provenance.gap or 0.0) <= _ROUNDING
-
-
 def _bound_of_closed_forms(plan: Plan, least_s: float) -> str:
     """What a bound on closed forms says of a simulated step, which may take more or less."""
     p = plan.provenance
@@ -282,23 +277,15 @@ def micro_batches(plan: Plan) -> str:
     for path, rule in plan.combine.items():
         if rule != _EQUAL:
             by_rule.setdefault(rule, []).append(path)
-    told = [
-        f"output {paths[0]} is" if len(paths) == 1 else f"{len(paths)} outputs are"
-        for paths in by_rule.values()
-    ]
+    told = []
+    for paths in by_rule.values():
+        told.append(f"output {paths[0]} is" if len(paths) == 1 else f"{len(paths)} outputs are")
     rules = [
         " ".join([who, *(_COMBINED.get(word, word) for word in rule.split()), "over them"])
         for who, rule in zip(told, by_rule, strict=True)
     ]
     semantics = _SEMANTICS.get(plan.micro_batch_semantics, plan.micro_batch_semantics)
     return "; ".join([f"{plan.num_micro_batches}, {semantics}", *rules])
-
-
-def _recomputed_by_plan(plan: Plan) -> str:
-    """A remark where the step, as it is built, recomputes less than the plan says."""
-    how = layers_recompute(plan)
-    built = plan.model.settings.get("recompute", "none")
-    return "" if how in (None, built) else f"; the plan adds the recomputation ({how})"
 
 
 def rebuild(plan: Plan) -> str:
@@ -330,31 +317,6 @@ def name_of_part(name: str) -> str:
     return _PARTS_OF_MEMORY.get(name, name)
 
 
-def _idle_rows(plan: Plan) -> list[tuple[str, str]]:
-    if not plan.idle_hosts:
-        return []
-    which = counted(plan.idle_hosts, "host")
-    return [("idle", f"the last {which}, {counted(idle_devices(plan), 'device')}: faster without")]
-
-
-def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
-    p = plan.prediction
-    share = (
-        f", {format_share_of_limit(p.peak_memory_bytes, p.memory_limit_bytes)} of the limit of"
-        f" {format_bytes(p.memory_limit_bytes)}{_limit_of_device(plan)}"
-        if p.memory_limit_bytes
-        else ""
-    )
-    return [
-        (
-            "memory (predicted)",
-            (f"{format_bytes(p.peak_memory_bytes)} on each device{share}; peak at {p.peak_moment}"),
-        ),
-        ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in told_parts(plan))),
-        *_host_memory_rows(plan),
-    ]
-
-
 def _limit_of_device(plan: Plan) -> str:
     """Which share of the device's memory the limit is, and for what the rest is; empty if the limit
     is another than the device's own.
@@ -369,27 +331,28 @@ def _limit_of_device(plan: Plan) -> str:
     )
 
 
-def _host_memory_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What lies in host memory, if anything does."""
-    parts = plan.prediction.host_memory_bytes
-    if not parts:
-        return []
-    each = sum(parts.values())
-    hosts = plan.cluster.get("host")
-    limit = hosts.get("memory_bytes") if isinstance(hosts, dict) else None
-    per_host = each * devices_of_a_host(plan)
-    share = f", {per_host / limit:.0%} of {format_bytes(limit)}" if limit else ""
-    listed = " + ".join(f"{format_bytes(size)} {name}" for name, size in parts.items())
-    return [
-        (
-            "host memory",
-            f"{format_bytes(each)} for each device, {format_bytes(per_host)} on a host{share}",
-        ),
-        ("", listed),
-    ]
-
-
 def devices_of_a_host(plan: Plan) -> int:
     """Devices of the plan on its fullest host."""
     per_host = plan.cluster.get("devices_per_host")
     return min(per_host, plan_devices(plan)) if isinstance(per_host, int) else 1
+
+
+def time_between_calls_s(plan: Plan) -> float:
+    """Predicted seconds from the end of one call to the end of the next, if calls follow one
+    another without a gap: a pipeline is as slow as its busiest submesh, or as its slowest link; one
+    program takes its step time.
+    """
+    step_s = plan.prediction.step_time_s
+    stages = [stage.prediction for stage in plan.stages]
+    if len(stages) < 2:
+        return step_s
+    busy = [(1 - each.bubble) * step_s for each in stages if each is not None]
+    sent = [plan.num_micro_batches * each.transfer_s for each in stages if each is not None]
+    return min(step_s, max([*busy, *sent], default=step_s))
+
+
+def has_gradients(plan: Plan) -> bool:
+    """True if any stage of a pipeline has a backward pass; of one program nothing is known, and
+    calls of it follow one another as steps do.
+    """
+    return any(s.prediction is not None and s.prediction.backward_s > 0 for s in plan.stages)

@@ -108,7 +108,56 @@ def from_json(text: str, *, source: str = "the plan") -> Plan:
             cannot be read, or is no consistent plan; then the message lists everything that is
             wrong.
     """
-    data = _current(_decoded(text, source), source)
+    try:
+        data = msgspec.json.decode(text)
+    except RecursionError:
+        raise _too_deep(source) from None
+    except UnicodeEncodeError:
+        raise PlanFileError(
+            f"{source} is not text: it holds halves of characters. {_AGAIN}"
+        ) from None
+    except msgspec.DecodeError as error:
+        reason = str(error)
+        if not text.strip():
+            reason = "it is empty"
+        elif "truncated" in reason:
+            reason = f"it ends in the middle, at {_place(text, len(text.encode()))}; it was cut off"
+        elif "(byte " in reason:
+            offset = int(reason.rpartition("(byte ")[2].rstrip(")"))
+            reason = (
+                f"{reason.rpartition(' (byte ')[0].removeprefix('JSON is malformed: ')} at"
+                f" {_place(text, offset)}"
+            )
+        elif "out of range" in reason:
+            reason = "it has a number that is out of range"
+        raise PlanFileError(f"{source} is not JSON: {reason}. {_AGAIN}") from None
+    if not isinstance(data, dict) or "version" not in data:
+        raise PlanFileError(f"{source} is JSON, but no plan: it has no `version`. {_AGAIN}")
+    if _is_deeper(data, _DEEPEST):
+        raise _too_deep(source)
+    if extreme := list(_extremes(data, "plan")):
+        raise _invalid(source, extreme)
+    # Names that stand more than once in an object, with their counts: readers of JSON disagree
+    # about which of them counts.
+    counts: Counter[str] = Counter()
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            counts.update({name: count for name, count in Counter(names).items() if count > 1})
+
+    # msgspec silently takes the last of equal names. Numbers stay text, because only names are
+    # checked.
+    json.loads(text, object_pairs_hook=look, parse_int=str, parse_float=str)
+    if repeated := list(counts.items()):
+        raise _invalid(
+            source,
+            [
+                f"`{printable(name, keep='')}` stands {count} times in one object"
+                for name, count in repeated
+            ],
+        )
+    data = _current(data, source)
     try:
         plan: Plan = msgspec.convert(data, Plan)
     except msgspec.ValidationError as error:
@@ -145,50 +194,6 @@ def load(path: str | os.PathLike[str]) -> Plan:
     except InputError as error:
         raise PlanFileError(f"{source} cannot be read: {error}. {_AGAIN}") from None
     return from_json(text, source=source)
-
-
-def _decoded(text: str, source: str) -> dict[str, Any]:
-    """The JSON object in a plan file's text. Raises `PlanFileError` if it is none, lacks a version,
-    or has names or values that no plan can have.
-    """
-    try:
-        data = msgspec.json.decode(text)
-    except RecursionError:
-        raise _too_deep(source) from None
-    except UnicodeEncodeError:
-        raise PlanFileError(
-            f"{source} is not text: it holds halves of characters. {_AGAIN}"
-        ) from None
-    except msgspec.DecodeError as error:
-        reason = str(error)
-        if not text.strip():
-            reason = "it is empty"
-        elif "truncated" in reason:
-            reason = f"it ends in the middle, at {_place(text, len(text.encode()))}; it was cut off"
-        elif "(byte " in reason:
-            offset = int(reason.rpartition("(byte ")[2].rstrip(")"))
-            reason = (
-                f"{reason.rpartition(' (byte ')[0].removeprefix('JSON is malformed: ')} at"
-                f" {_place(text, offset)}"
-            )
-        elif "out of range" in reason:
-            reason = "it has a number that is out of range"
-        raise PlanFileError(f"{source} is not JSON: {reason}. {_AGAIN}") from None
-    if not isinstance(data, dict) or "version" not in data:
-        raise PlanFileError(f"{source} is JSON, but no plan: it has no `version`. {_AGAIN}")
-    if _is_deeper(data, _DEEPEST):
-        raise _too_deep(source)
-    if extreme := list(_extremes(data, "plan")):
-        raise _invalid(source, extreme)
-    if repeated := _repeated_names(text):
-        raise _invalid(
-            source,
-            [
-                f"`{printable(name, keep='')}` stands {count} times in one object"
-                for name, count in repeated
-            ],
-        )
-    return data
 
 
 def _too_deep(source: str) -> PlanFileError:
@@ -236,23 +241,6 @@ def _extremes(value: Any, path: str) -> Iterator[str]:
             f" {shortened(f'{value:g}' if isinstance(value, float) else str(value), 30)}, out of"
             " range"
         )
-
-
-def _repeated_names(text: str) -> list[tuple[str, int]]:
-    """Names that stand more than once in an object, with their counts: readers of JSON disagree
-    about which of them counts.
-    """
-    counts: Counter[str] = Counter()
-
-    def look(pairs: list[tuple[str, Any]]) -> None:
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            counts.update({name: count for name, count in Counter(names).items() if count > 1})
-
-    # msgspec silently takes the last of equal names. Numbers stay text, because only names are
-    # checked.
-    json.loads(text, object_pairs_hook=look, parse_int=str, parse_float=str)
-    return list(counts.items())
 
 
 def _place(text: str, offset: int) -> str:
@@ -306,18 +294,20 @@ def _laid_out(value: Any, margin: str) -> str:
     inner = margin + "  "
     if is_list:
         names = [_neighbours(item) for item in value]
-        items = [
-            json.dumps(item, ensure_ascii=False) if _depth(item) <= 2 else _laid_out(item, inner)
-            for item in value
-        ]
+        items = []
+        for item in value:
+            items.append(
+                json.dumps(item, ensure_ascii=False)
+                if _depth(item) <= 2
+                else _laid_out(item, inner)
+            )
     else:
         # Of a table of splits, or of rules for outputs, the names are paths of arrays.
         is_table = len({type(item) for item in inside}) == 1 and _depth(value) <= 3
         names = [_layer(key) if is_table else "" for key in value]
-        items = [
-            f"{json.dumps(key, ensure_ascii=False)}: {_laid_out(v, inner)}"
-            for key, v in value.items()
-        ]
+        items = []
+        for key, v in value.items():
+            items.append(f"{json.dumps(key, ensure_ascii=False)}: {_laid_out(v, inner)}")
     layers = [name or str(k) for k, name in enumerate(names)]
     lines = [
         inner + ", ".join(item for _, item in group)

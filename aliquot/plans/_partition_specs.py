@@ -64,10 +64,9 @@ def sharding_tree(plan: Plan, tree: Any, mesh: Mesh, path: str | None = None) ->
     specs = partition_specs(plan)
     kinds = {array.path: memory_kind(array) for array in plan.inputs}
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    shardings = [
-        None if p is None else NamedSharding(mesh, specs[p], memory_kind=kinds[p])
-        for p in _paths_of(plan, leaves, path)
-    ]
+    shardings = []
+    for p in _paths_of(plan, leaves, path):
+        shardings.append(None if p is None else NamedSharding(mesh, specs[p], memory_kind=kinds[p]))
     return jax.tree_util.tree_unflatten(structure, shardings)
 
 
@@ -137,10 +136,10 @@ def _paths_of(plan: Plan, leaves: Sequence[tuple[Any, Any]], path: str | None) -
         whole = [prefix for prefix in good if prefix.isidentifier()]
         good = whole if len(whole) == 1 else good
     if len(good) == 1:
-        return [
-            None if shape is None else good[0] + suffix
-            for suffix, shape in zip(suffixes, shapes, strict=True)
-        ]
+        found = []
+        for suffix, shape in zip(suffixes, shapes, strict=True):
+            found.append(None if shape is None else good[0] + suffix)
+        return found
     if good:
         raise InputError(
             f"this tree could be any of {', '.join(good[:_MOST_FAULTS])}: add path={good[0]!r} or"

@@ -154,7 +154,10 @@ class Schedule:
 
     def early_after(self) -> dict[Task, int]:
         """The stages of `early_updates`, each by its last task."""
-        last = {task.stage: task for tasks in self.lists for task in tasks}
+        last = {}
+        for tasks in self.lists:
+            for task in tasks:
+                last[task.stage] = task
         return {last[stage]: stage for stage in sorted(self.early_updates)}
 
     def number(self, task: Task) -> int:
@@ -205,11 +208,10 @@ class Schedule:
         deadlock.
         """
         starts, places = self._earliest_starts()
-        stuck = [
-            (submesh, tasks[places[submesh]])
-            for submesh, tasks in enumerate(self.lists)
-            if tasks[places[submesh] :]
-        ]
+        stuck = []
+        for submesh, tasks in enumerate(self.lists):
+            if tasks[places[submesh] :]:
+                stuck.append((submesh, tasks[places[submesh]]))
         if stuck:
             heads = "; ".join(f"submesh {submesh} at the {task}" for submesh, task in stuck)
             raise InputError(f"tasks of schedule {self.name!r} wait for one another: {heads}")

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..core import InputError, nearest
-from ._closed_form import ClosedForm, Maximum, StageTimes
 from ._schedule import Lists, Schedule, Task, TaskKind
-from ._schedule_kind import AbstractScheduleKind, Keeps
+from ._schedule_kind import AbstractScheduleKind, ClosedForm, Keeps, Maximum, StageTimes
 
 
 def share_submeshes(
@@ -59,7 +58,9 @@ def _alternate(first: list[Task], second: list[Task], ahead: int) -> list[Task]:
     Both lists have the same length.
     """
     ahead = min(ahead, len(first))
-    turns = [task for pair in zip(first[ahead:], second) for task in pair]
+    turns: list[Task] = []
+    for pair in zip(first[ahead:], second):
+        turns.extend(pair)
     return [*first[:ahead], *turns, *second[len(first) - ahead :]]
 
 
@@ -116,10 +117,9 @@ class GPipe(AbstractScheduleKind):
         """All forward passes stream through, then all
         backward ones.
         """
-        passes = [
-            Maximum(sums=sums, weight=num_micro_batches - 1.0, transfers=1, link=1)
-            for sums in (times.forward_s, times.backward_s)
-        ]
+        passes = []
+        for sums in (times.forward_s, times.backward_s):
+            passes.append(Maximum(sums=sums, weight=num_micro_batches - 1.0, transfers=1, link=1))
         return ClosedForm(
             sums=times.forward_s + times.backward_s,
             transfers=2,
@@ -318,12 +318,10 @@ class Interleaved(AbstractScheduleKind):
         lists = []
         for submesh in range(num_submeshes):
             stages = range(submesh, chunks * num_submeshes, num_submeshes)
-            forwards = [
-                task
-                for group in groups
-                for stage in stages
-                for task in _tasks_of_kind(stage, TaskKind.FORWARD, group)
-            ]
+            forwards = []
+            for group in groups:
+                for stage in stages:
+                    forwards.extend(_tasks_of_kind(stage, TaskKind.FORWARD, group))
             backwards = [
                 task
                 for group in groups

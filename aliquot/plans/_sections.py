@@ -83,9 +83,46 @@ def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
         yield _tried(plan, detail.tried)
     if is_pipeline(plan):
         yield stage_table(plan)
-    yield _memory(plan)
+    p = plan.prediction
+    parts = told_parts(plan)
+    sizes = [*parts, ("total", p.peak_memory_bytes)]
+    limit = p.memory_limit_bytes
+    rows = [
+        (name, format_bytes(size), f"{size / limit:.1%}" if limit else "") for name, size in sizes
+    ]
+    yield Section(
+        kind=SectionKind.MEMORY,
+        title=f"Memory on each device at its peak: {p.peak_moment} (predicted)",
+        header=("part", "size", "of the limit"),
+        rows=(*rows, ("limit", format_bytes(limit), "")),
+        right=(1, 2),
+        amounts=tuple(size for _, size in parts),
+    )
     if is_pipeline(plan):
-        yield from _arrays_of_stages(plan, detail)
+        # Sections of the largest arrays, one for each set of stages that hold equal arrays.
+        kinds = list(equal_stages(plan))
+        for numbers, groups in kinds[: detail.kinds_of_stages]:
+            which = (
+                f"Stage {numbers[0]}"
+                if len(numbers) == 1
+                else f"Stages {stage_numbers(numbers)}, each"
+            )
+            title = (
+                f"{which}: sharding of the largest of {sum(group.count for group in groups)} arrays"
+            )
+            yield _arrays(groups, detail.arrays_of_stage, title)
+        others = sorted(
+            number for numbers, _ in kinds[detail.kinds_of_stages :] for number in numbers
+        )
+        if others:
+            who = (
+                f"Stage {others[0]} holds"
+                if len(others) == 1
+                else f"Stages {stage_numbers(others)} hold"
+            )
+            yield Section(
+                kind=SectionKind.ARRAYS, title=f"{who} other arrays: see `aliquot explain --json`."
+            )
         yield stage_collective_table(plan).first(detail.collectives)
     else:
         for stage in plan.stages:
@@ -94,18 +131,29 @@ def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
             yield _arrays(groups, detail.arrays, title)
         yield collective_table(plan).first(detail.collectives)
     if plan.inferred_rules:
-        yield _inferred(plan)
+        yield Section(
+            kind=SectionKind.INFERRED,
+            title="Inferred, as no rule is declared",
+            header=("primitive", "operators", "rule", "what may be split"),
+            rows=tuple(
+                (each.primitive, str(each.count), each.rule, _splits(each.rule))
+                for each in plan.inferred_rules
+            ),
+            right=(1,),
+        )
     if plan.notes:
-        yield _notes(plan, detail.notes)
+        shown = plan.notes[: detail.notes]
+        left = len(plan.notes) - len(shown)
+        more = (f"and {left} more",) if left else ()
+        yield Section(kind=SectionKind.NOTES, title="Notes", remarks=(*shown, *more))
 
 
 def _tried(plan: Plan, most: int) -> Section:
     """Plans that the search tried: the fastest first, those that it did not price last."""
     chosen = chosen_candidate(plan)
-    priced = [
-        (_number(c.get("step_time_s")), _told(plan, c, number == chosen))
-        for number, c in enumerate(plan.provenance.candidates)
-    ]
+    priced = []
+    for number, c in enumerate(plan.provenance.candidates):
+        priced.append((_number(c.get("step_time_s")), _told(plan, c, number == chosen)))
     # What was not searched may promise less than the plan, and is none.
     priced.sort(
         key=lambda pair: (
@@ -113,16 +161,17 @@ def _tried(plan: Plan, most: int) -> Section:
             float("inf") if pair[0] is None else pair[0],
         )
     )
-    rows = [
-        (
-            str(candidate.get("name", "")),
-            mesh_of(candidate),
-            _seconds(step_time_s),
-            _seconds(_number(candidate.get("lower_bound_s"))),
-            str(candidate.get("outcome", "")),
+    rows = []
+    for step_time_s, candidate in priced:
+        rows.append(
+            (
+                str(candidate.get("name", "")),
+                mesh_of(candidate),
+                _seconds(step_time_s),
+                _seconds(_number(candidate.get("lower_bound_s"))),
+                str(candidate.get("outcome", "")),
+            )
         )
-        for step_time_s, candidate in priced
-    ]
     section = Section(
         kind=SectionKind.TRIED,
         title="Tried in the search (predicted)"
@@ -165,47 +214,11 @@ def explained_names(names: Iterable[str]) -> list[str]:
     names = list(names)
     words = dict.fromkeys(name.partition(",")[0].partition(" ")[0] for name in names)
     lines = [f"{word}: {_METHODS[word]}." for word in words if word in _METHODS]
-    told = [remark for remark in _REMARKS if any(remark in name for name in names)]
+    told = []
+    for remark in _REMARKS:
+        if any(remark in name for name in names):
+            told.append(remark)
     return lines + [f"{remark}: {_REMARKS[remark]}." for remark in told]
-
-
-def _memory(plan: Plan) -> Section:
-    p = plan.prediction
-    parts = told_parts(plan)
-    sizes = [*parts, ("total", p.peak_memory_bytes)]
-    limit = p.memory_limit_bytes
-    rows = [
-        (name, format_bytes(size), f"{size / limit:.1%}" if limit else "") for name, size in sizes
-    ]
-    return Section(
-        kind=SectionKind.MEMORY,
-        title=f"Memory on each device at its peak: {p.peak_moment} (predicted)",
-        header=("part", "size", "of the limit"),
-        rows=(*rows, ("limit", format_bytes(limit), "")),
-        right=(1, 2),
-        amounts=tuple(size for _, size in parts),
-    )
-
-
-def _arrays_of_stages(plan: Plan, detail: Detail) -> Iterator[Section]:
-    """Sections of the largest arrays, one for each set of stages that hold equal arrays."""
-    kinds = list(equal_stages(plan))
-    for numbers, groups in kinds[: detail.kinds_of_stages]:
-        which = (
-            f"Stage {numbers[0]}" if len(numbers) == 1 else f"Stages {stage_numbers(numbers)}, each"
-        )
-        title = f"{which}: sharding of the largest of {sum(group.count for group in groups)} arrays"
-        yield _arrays(groups, detail.arrays_of_stage, title)
-    others = sorted(number for numbers, _ in kinds[detail.kinds_of_stages :] for number in numbers)
-    if others:
-        who = (
-            f"Stage {others[0]} holds"
-            if len(others) == 1
-            else f"Stages {stage_numbers(others)} hold"
-        )
-        yield Section(
-            kind=SectionKind.ARRAYS, title=f"{who} other arrays: see `aliquot explain --json`."
-        )
 
 
 def _arrays(groups: Sequence[ArrayGroup], most: int, title: str) -> Section:
@@ -229,19 +242,6 @@ def _arrays(groups: Sequence[ArrayGroup], most: int, title: str) -> Section:
     )
 
 
-def _inferred(plan: Plan) -> Section:
-    return Section(
-        kind=SectionKind.INFERRED,
-        title="Inferred, as no rule is declared",
-        header=("primitive", "operators", "rule", "what may be split"),
-        rows=tuple(
-            (each.primitive, str(each.count), each.rule, _splits(each.rule))
-            for each in plan.inferred_rules
-        ),
-        right=(1,),
-    )
-
-
 def _splits(rule: str) -> str:
     """The splits that an inferred rule allows, in words: the dims of its first result that its
     short form does not mark as whole.
@@ -251,13 +251,6 @@ def _splits(rule: str) -> str:
     if not split:
         return "nothing: it runs whole on every device"
     return f"dim{'' if len(split) == 1 else 's'} {', '.join(split)} of its result"
-
-
-def _notes(plan: Plan, most: int | None) -> Section:
-    shown = plan.notes[:most]
-    left = len(plan.notes) - len(shown)
-    more = (f"and {left} more",) if left else ()
-    return Section(kind=SectionKind.NOTES, title="Notes", remarks=(*shown, *more))
 
 
 def _number(value: object) -> float | None:

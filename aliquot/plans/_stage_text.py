@@ -38,7 +38,15 @@ def stage_table(plan: Plan) -> Section:
     header += ["forward", "backward", "update", "to next", "memory", "in flight", "bubble"]
     rows = []
     for index, stage in enumerate(plan.stages):
-        row = [str(index), short_layers(stage.layer_names), *_place(plan, stage), _shape(stage)]
+        # Host and devices of a stage as text, numbered over the whole cluster.
+        start, stop = device_range(stage)
+        each = plan.cluster.get("devices_per_host")
+        host = ""
+        if isinstance(each, int) and each > 0:
+            begin, last = start // each, (stop - 1) // each
+            host = str(begin) if begin == last else f"{begin}-{last}"
+        devices = str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+        row = [str(index), short_layers(stage.layer_names), host, devices, _shape(stage)]
         row += [stage.recompute if stage.recompute != "none" else "-"] if recomputes else []
         rows.append(
             (
@@ -50,22 +58,7 @@ def stage_table(plan: Plan) -> Section:
                 ),
             )
         )
-    return Section(
-        kind=SectionKind.STAGES,
-        title="Stages (predicted)",
-        header=tuple(header),
-        rows=tuple(rows),
-        right=(0, *range(first, len(header))),
-        parts=(
-            ("Stages", tuple(range(first))),
-            ("Time and memory of each stage (predicted)", (0, *range(first, len(header)))),
-        ),
-        remarks=tuple(_remarks(plan)),
-    )
-
-
-def _remarks(plan: Plan) -> list[str]:
-    """Legend of the table of stages."""
+    # Legend of the table of stages.
     p = plan.prediction
     lines = [
         "forward, backward, to next: for one micro-batch; update, its gradient synchronisation"
@@ -85,7 +78,18 @@ def _remarks(plan: Plan) -> list[str]:
         "in flight: micro-batches kept at once, at most; bubble: share of the step in which the"
         " devices wait"
     )
-    return lines
+    return Section(
+        kind=SectionKind.STAGES,
+        title="Stages (predicted)",
+        header=tuple(header),
+        rows=tuple(rows),
+        right=(0, *range(first, len(header))),
+        parts=(
+            ("Stages", tuple(range(first))),
+            ("Time and memory of each stage (predicted)", (0, *range(first, len(header)))),
+        ),
+        remarks=tuple(lines),
+    )
 
 
 def idle_parts(plan: Plan) -> tuple[float, float]:
@@ -296,17 +300,6 @@ def submesh_names(plan: Plan) -> tuple[str, ...]:
         stages = [stage for stage, place in enumerate(placement) if place == submesh]
         names.append(submesh_name(submesh, stages, start, stop - 1))
     return tuple(names)
-
-
-def _place(plan: Plan, stage: StagePlan) -> tuple[str, str]:
-    """Host and devices of a stage as text, numbered over the whole cluster."""
-    start, stop = device_range(stage)
-    each = plan.cluster.get("devices_per_host")
-    host = ""
-    if isinstance(each, int) and each > 0:
-        first, last = start // each, (stop - 1) // each
-        host = str(first) if first == last else f"{first}-{last}"
-    return host, str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
 def _shape(stage: StagePlan) -> str:

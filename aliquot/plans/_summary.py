@@ -56,10 +56,11 @@ DATA_SHEET_ALONE = "the device is known by its data sheet alone"
 
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     """Decisions and predicted speed, as pairs of a name and a text."""
-    rows = [
-        ("parallelism", f"pipeline: {which}, {plan.schedule}; {roles}" if which else roles)
-        for which, roles in parallelism(plan)
-    ]
+    rows = []
+    for which, roles in parallelism(plan):
+        rows.append(
+            ("parallelism", f"pipeline: {which}, {plan.schedule}; {roles}" if which else roles)
+        )
     if how := recomputation(plan):
         rows.append(("recomputation", how))
     if attends := _ATTENTION.get(str(plan.model.settings.get("attention"))):
@@ -74,7 +75,19 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("expected error", f"of step times: {'; '.join(said)}"))
     elif not plan.provenance.profiles:
         rows.append(("expected error", "not known: no measured step was compared"))
-    if costs := _largest_costs(plan):
+    # The two largest parts of the step time, and the largest collectives.
+    p = plan.prediction
+    largest = sorted(step_parts(plan).items(), key=lambda part: -part[1])[:2]
+    said = []
+    for name, seconds in largest:
+        if seconds <= 0 or not p.step_time_s or seconds < _TOLD * p.step_time_s:
+            continue
+        behind = _dearest(plan) if name == "exposed communication" else ""
+        if name == "exposed communication" and not p.hidden_s and len(plan.stages) == 1:
+            name = "communication"
+        most = f", most of it {behind}" if behind else ""
+        said.append(f"{name} {seconds / p.step_time_s:.0%}{most}")
+    if costs := "; ".join(said):
         rows.append(("largest costs", costs))
     if second := runner_up(plan):
         rows.append(("runner-up", second))
@@ -111,11 +124,10 @@ def recomputation(plan: Plan) -> str:
     """
     counts = Counter(stage.recompute for stage in plan.stages)
     words = {"stage": "everything", "operators": "some operators"}
-    told = [
-        f"{what} in {counts[kind]} of {len(plan.stages)} stages"
-        for kind, what in words.items()
-        if counts[kind]
-    ]
+    told = []
+    for kind, what in words.items():
+        if counts[kind]:
+            told.append(f"{what} in {counts[kind]} of {len(plan.stages)} stages")
     how = layers_recompute(plan)
     name, every = recompute_parts(how) if isinstance(how, str) else ("", 1)
     if name in ("", "none"):
@@ -260,22 +272,6 @@ def _basis(plan: Plan) -> str:
             f" {origin}"
         )
     return f"{origin}; compiled for {plan.compiled.target}" if plan.compiled else origin
-
-
-def _largest_costs(plan: Plan) -> str:
-    """The two largest parts of the step time, and the largest collectives."""
-    p = plan.prediction
-    largest = sorted(step_parts(plan).items(), key=lambda part: -part[1])[:2]
-    said = []
-    for name, seconds in largest:
-        if seconds <= 0 or not p.step_time_s or seconds < _TOLD * p.step_time_s:
-            continue
-        behind = _dearest(plan) if name == "exposed communication" else ""
-        if name == "exposed communication" and not p.hidden_s and len(plan.stages) == 1:
-            name = "communication"
-        most = f", most of it {behind}" if behind else ""
-        said.append(f"{name} {seconds / p.step_time_s:.0%}{most}")
-    return "; ".join(said)
 
 
 def _dearest(plan: Plan) -> str:

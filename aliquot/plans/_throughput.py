@@ -26,11 +26,10 @@ def tokens_per_step(plan: Plan) -> int:
     """
     if plan.model.tokens_per_step:
         return plan.model.tokens_per_step
-    shapes = {
-        tuple(array.shape)
-        for array in plan.inputs
-        if array.role == "batch" and len(array.shape) == 2 and "int" in array.dtype
-    }
+    shapes = set()
+    for array in plan.inputs:
+        if array.role == "batch" and len(array.shape) == 2 and "int" in array.dtype:
+            shapes.add(tuple(array.shape))
     return sum(map(math.prod, shapes))
 
 

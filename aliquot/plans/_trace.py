@@ -124,11 +124,9 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
             }
         )
         used = {event.lane for event in trace.events if event.submesh == submesh}
-        records += [
-            _named("thread_name", submesh, tid, lane)
-            for tid, lane in enumerate(_LANES)
-            if lane in used
-        ]
+        for tid, lane in enumerate(_LANES):
+            if lane in used:
+                records.append(_named("thread_name", submesh, tid, lane))
     for event in sorted(
         trace.events, key=lambda event: (event.start_s, event.submesh, event.end_s)
     ):

@@ -179,7 +179,17 @@ def _stages(plan: Plan) -> Iterator[str]:
         yield from _mesh(stage, where, total, alone=len(plan.stages) == 1)
         yield from _splits("input", stage, where, plan.inputs, stage.shardings)
         yield from _splits("output", stage, where, plan.outputs, stage.outputs)
-        yield from _recompute(stage, where)
+        named = [entry.node for entry in stage.interior if entry.recompute]
+        if stage.recompute not in RECOMPUTE_OF_STAGES:
+            known = nearest(stage.recompute, RECOMPUTE_OF_STAGES)
+            yield f"{where} recomputes {stage.recompute!r}: {known}"
+        elif stage.recompute == "operators" and not named and stage.like is None:
+            yield f"{where} recomputes operators, and its interior names none"
+        elif stage.recompute != "operators" and named:
+            yield (
+                f"{where} names operators to recompute, such as `{named[0]}`, and says"
+                f" {stage.recompute!r}"
+            )
     for what, arrays, placed in (
         (
             "input",
@@ -195,20 +205,6 @@ def _stages(plan: Plan) -> Iterator[str]:
         missing = [array.path for array in arrays if array.path not in placed]
         if missing and plan.stages:
             yield f"{what}s without a split: {_list(missing)}"
-
-
-def _recompute(stage: StagePlan, where: str) -> Iterator[str]:
-    named = [entry.node for entry in stage.interior if entry.recompute]
-    if stage.recompute not in RECOMPUTE_OF_STAGES:
-        known = nearest(stage.recompute, RECOMPUTE_OF_STAGES)
-        yield f"{where} recomputes {stage.recompute!r}: {known}"
-    elif stage.recompute == "operators" and not named and stage.like is None:
-        yield f"{where} recomputes operators, and its interior names none"
-    elif stage.recompute != "operators" and named:
-        yield (
-            f"{where} names operators to recompute, such as `{named[0]}`, and says"
-            f" {stage.recompute!r}"
-        )
 
 
 def _mesh(stage: StagePlan, where: str, total: int, *, alone: bool) -> Iterator[str]:

@@ -24,30 +24,6 @@ def pipeline_violations(plan: Plan) -> Iterator[str]:
         yield f"there is no schedule {plan.schedule!r}: {nearest(plan.schedule, SCHEDULES)}"
     if not plan.stages:
         return
-    yield from _layers(plan)
-    yield from _devices(plan)
-    for index, stage in enumerate(plan.stages):
-        yield from _figures(plan, stage, f"stage {index}")
-
-
-def process_violations(plan: Plan, num_processes: int) -> Iterator[str]:
-    """Reasons why `num_processes` processes cannot share the plan's hosts.
-
-    A process can have an equal part of one host's devices, all of them, or those of several whole
-    hosts (as with virtual devices).
-    """
-    hosts, each = plan.cluster.get("num_hosts"), plan.cluster.get("devices_per_host")
-    if not (isinstance(hosts, int) and isinstance(each, int)) or num_processes < 1:
-        return
-    within = num_processes % hosts == 0 and each % (num_processes // hosts) == 0
-    if not within and hosts % num_processes:
-        yield (
-            f"the plan is for {hosts} host{'' if hosts == 1 else 's'} of {each} devices, which"
-            f" {num_processes} processes cannot share equally"
-        )
-
-
-def _layers(plan: Plan) -> Iterator[str]:
     end = 0
     for index, stage in enumerate(plan.stages):
         if not stage.layer_names:
@@ -72,6 +48,26 @@ def _layers(plan: Plan) -> Iterator[str]:
         yield (
             f"scan_bounds are {', '.join(map(str, bounds))}, and must rise from 0 to the length of"
             " the loops"
+        )
+    yield from _devices(plan)
+    for index, stage in enumerate(plan.stages):
+        yield from _figures(plan, stage, f"stage {index}")
+
+
+def process_violations(plan: Plan, num_processes: int) -> Iterator[str]:
+    """Reasons why `num_processes` processes cannot share the plan's hosts.
+
+    A process can have an equal part of one host's devices, all of them, or those of several whole
+    hosts (as with virtual devices).
+    """
+    hosts, each = plan.cluster.get("num_hosts"), plan.cluster.get("devices_per_host")
+    if not (isinstance(hosts, int) and isinstance(each, int)) or num_processes < 1:
+        return
+    within = num_processes % hosts == 0 and each % (num_processes // hosts) == 0
+    if not within and hosts % num_processes:
+        yield (
+            f"the plan is for {hosts} host{'' if hosts == 1 else 's'} of {each} devices, which"
+            f" {num_processes} processes cannot share equally"
         )
 
 
@@ -103,7 +99,9 @@ def _devices(plan: Plan) -> Iterator[str]:
             continue
         if start < 0 or stop > total > 0:
             yield f"{where} reaches outside the cluster of {total}"
-        elif each and not _fits(start, stop, each):
+        elif each and not (
+            start % each == 0 if stop - start > each else start % each + stop - start <= each
+        ):
             yield f"{where} straddles hosts of {each}"
         if index < submeshes and 0 <= start and stop <= total:
             for device in range(start, stop):
@@ -129,11 +127,6 @@ def _cluster_size(plan: Plan) -> tuple[int, int]:
     if not (isinstance(hosts, int) and isinstance(each, int) and hosts > 0 and each > 0):
         return 0, 0
     return each, hosts * each
-
-
-def _fits(start: int, stop: int, each: int) -> bool:
-    """True if the devices lie within one host, or are whole hosts from the first device of one."""
-    return start % each == 0 if stop - start > each else start % each + stop - start <= each
 
 
 def _figures(plan: Plan, stage: StagePlan, where: str) -> Iterator[str]:

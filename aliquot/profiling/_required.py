@@ -14,6 +14,7 @@ import numpy as np
 from ..cluster import AbstractMeasured, Cluster, Corrections, LogicalMesh, target_for
 from ..cost import (
     LEAST_MEASURED_BYTES,
+    MeshUse,
     PlannedStep,
     Problem,
     collective_kind,
@@ -122,11 +123,8 @@ def operators_of_plan(planned: PlannedStep) -> list[tuple[Operator, tuple[int, .
         shapes[of_plan.mesh_shape] = None
         price(
             stage.problem,
-            LogicalMesh(shape=of_plan.mesh_shape, axis_names=of_plan.axis_names, cluster=cluster),
+            MeshUse.of_stage(of_plan, cluster),
             repeats=stage.problem.num_micro_batches,
-            data_axes=frozenset(of_plan.axis_names.index(axis) for axis in of_plan.data_axes),
-            context_axes=frozenset(of_plan.axis_names.index(a) for a in of_plan.context_axes),
-            gathers_once=of_plan.gathers_once,
             choices=[np.array([choice], np.int64) for choice in stage.choices],
         )
     is_pipeline = planned.layered is not None

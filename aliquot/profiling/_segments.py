@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
 from ..cluster import AXIS_NAMES, LogicalMesh
 from ..core import InputError
 from ..cost import Problem, evaluate, make_problem, phase_costs, picked_choices, price
@@ -424,10 +422,7 @@ def _places(graph: Graph, values: Sequence[int], of_example: Sequence[int]) -> d
 
 
 def _space(problem: Problem, mesh: LogicalMesh) -> Space:
-    priced = price(problem, mesh)
-    return Space(
-        name="blocks", priced=priced, allowed=[np.ones(len(n.choices), bool) for n in priced.nodes]
-    )
+    return Space.whole("blocks", price(problem, mesh))
 
 
 def _layered(graph: Graph, layers: Layers) -> LayeredStep:

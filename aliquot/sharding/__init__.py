@@ -31,6 +31,7 @@ from ._node_collectives import divided_by as divided_by
 from ._node_collectives import whole_bytes as whole_bytes
 from ._node_index import NodeIndex as NodeIndex
 from ._node_index import classes_of_casts as classes_of_casts
+from ._nodes import Adjacency as Adjacency
 from ._nodes import Choice as Choice
 from ._nodes import Edge as Edge
 from ._nodes import Factor as Factor
@@ -53,10 +54,10 @@ from ._pins import Pins as Pins
 from ._pins import TotalConstraints as TotalConstraints
 from ._pins import make_pins as make_pins
 from ._reshard import Move as Move
+from ._reshard import gathered_by_rows as gathered_by_rows
 from ._reshard import reshard as reshard
 from ._reshard import result_fraction as result_fraction
 from ._reshard import split_deferred_sums as split_deferred_sums
-from ._rows import gathered_by_rows as gathered_by_rows
 from ._spec import PARTIAL as PARTIAL
 from ._spec import REPLICATED as REPLICATED
 from ._spec import Spec as Spec

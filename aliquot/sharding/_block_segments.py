@@ -79,7 +79,20 @@ def find_segments(
     instances = entry_operators(nodes, blocks)
     of_block = [block for _, block in instances]
     crossing = narrowest_bytes(graph, [(a, b) for (a, _), (b, _) in itertools.pairwise(instances)])
-    is_boundary = [True, *_narrow(crossing), True]
+    # A segment may end at narrow places; nothing can be cut where no bytes cross. The narrowest
+    # place of a step is no measure for all of it: an encoder may be wider than its decoder, and its
+    # output crosses every layer of the decoder. So places narrower than those beside them count.
+    open_bytes = [c if c > 0 else math.inf for c in crossing]
+    narrowest = min(open_bytes, default=math.inf)
+    walled = [math.inf, *open_bytes, math.inf]
+    is_boundary = [
+        True,
+        *[
+            c < math.inf and (c <= _NARROW * narrowest or c <= min(before, after))
+            for before, c, after in zip(walled, walled[1:], walled[2:], strict=False)
+        ],
+        True,
+    ]
     # A loop over layers, or a rematerialised region, cannot be cut: the blocks in it are one
     # segment, however many they are.
     limits = ((_SHORTEST, _LONGEST), (1, _LONGEST), (1, len(of_block)))
@@ -127,23 +140,6 @@ def segment_layers(graph: Graph, segments: Segments) -> Layers:
     return cut_between(graph, bounds)
 
 
-def _narrow(crossing: Sequence[float]) -> list[bool]:
-    """True for each place where a segment may end, given the bytes that cross there; nothing can be
-    cut where none do.
-
-    The narrowest place of a step is no measure for all of it: an encoder may be wider than its
-    decoder, and its output crosses every layer of the decoder. So places narrower than those beside
-    them count as well.
-    """
-    open_bytes = [c if c > 0 else math.inf for c in crossing]
-    narrowest = min(open_bytes, default=math.inf)
-    walled = [math.inf, *open_bytes, math.inf]
-    return [
-        c < math.inf and (c <= _NARROW * narrowest or c <= min(before, after))
-        for before, c, after in zip(walled, walled[1:], walled[2:], strict=False)
-    ]
-
-
 def entry_operators(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> list[tuple[int, int]]:
     """Operators that are entries, in program order, each with its block."""
     return sorted(
@@ -182,7 +178,12 @@ def _cover(
     for end in range(1, count + 1):
         if not is_boundary[end]:
             continue
-        for start in _starts(end, is_boundary, shortest, longest):
+        # Where a segment with this end may start; at the end of the step, the head, it may be
+        # shorter than usual.
+        fewest = 1 if end == len(is_boundary) - 1 else shortest
+        for start in range(max(end - longest, 0), end - fewest + 1):
+            if not is_boundary[start]:
+                continue
             piece = tuple(of_block[start:end])
             if not alike and len(set(piece)) < len(piece):
                 continue
@@ -198,12 +199,3 @@ def _cover(
         )
         reached[end] = dict(best[:_KEPT])
     return list(next(iter(reached[count].values()))) if reached[count] else None
-
-
-def _starts(end: int, is_boundary: Sequence[bool], shortest: int, longest: int) -> list[int]:
-    """Where a segment with this end may start; at the end of the step, the head, it may be shorter
-    than usual.
-    """
-    open_starts = [start for start in range(end) if is_boundary[start]]
-    shortest = 1 if end == len(is_boundary) - 1 else shortest
-    return [start for start in open_starts if shortest <= end - start <= longest]

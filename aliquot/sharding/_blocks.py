@@ -119,10 +119,9 @@ class _Finder:
                 entering[edge.target].append(edge)
         parameter_of = {node: node for node in parameter_nodes}
         for node in range(len(self.nodes.nodes)):
-            sources = {
-                parameter_of.get(e.source, -1) if e.kind == "parameter" else -1
-                for e in entering[node]
-            }
+            sources = set()
+            for e in entering[node]:
+                sources.add(parameter_of.get(e.source, -1) if e.kind == "parameter" else -1)
             # What the batch reaches is an activation, whatever it was computed from.
             if (
                 node not in parameter_of
@@ -184,9 +183,9 @@ class _Finder:
             if product in owner:
                 members[blocks.root(owner[product])].append(product)
         # A parameter that only the backward pass multiplies by has no entry, and forms no block.
-        starts = {
-            root: min((p for p in ps if p in entries), default=-1) for root, ps in members.items()
-        }
+        starts = {}
+        for root, ps in members.items():
+            starts[root] = min((p for p in ps if p in entries), default=-1)
         self._add_products_of_activations(owner, blocks, members, starts)
         self.block_of = {product: root for root, ps in members.items() for product in ps}
         return [
@@ -204,11 +203,10 @@ class _Finder:
         """
         owner: dict[int, int] = {}
         for product in self.products:
-            touched = {
-                self.parameters[e.source]
-                for e in self.operands[product]
-                if e.source in self.parameters
-            }
+            touched = set()
+            for e in self.operands[product]:
+                if e.source in self.parameters:
+                    touched.add(self.parameters[e.source])
             gradients = [
                 e for e in self.results[product] if e.gradient or e.target in self.parameters
             ]
@@ -238,11 +236,10 @@ class _Finder:
         """
         for product in entries:
             for edge in self.operands[product]:
-                before = [
-                    p
-                    for p in entries
-                    if p < product and (p == edge.source or p in self.makers[edge.source])
-                ]
+                before = []
+                for p in entries:
+                    if p < product and (p == edge.source or p in self.makers[edge.source]):
+                        before.append(p)
                 owners = {blocks.root(owner[p]) for p in before}
                 if len(owners) == 1 and any(
                     self._share_batch_factor(product, edge, p) for p in before
@@ -310,11 +307,10 @@ class _Finder:
         """True if an operand has a dim that is a batch dim both of the product and of its maker: a
         factor of every operand and result of either.
         """
-        mine = {
-            there
-            for here, there in _pairs(edge.target_projection, edge.source_projection)
-            if self._in_all(product, here)
-        }
+        mine = set()
+        for here, there in _pairs(edge.target_projection, edge.source_projection):
+            if self._in_all(product, here):
+                mine.add(there)
         theirs: set[int] = set()
         for result in self.results[maker]:
             if result.target == edge.source:
@@ -445,13 +441,12 @@ class _Finder:
         """
         known: dict[object, int] = {}
         for product in products:
-            weights = {
-                # Without a weight to tell them apart, equal factors could be those of two different
-                # products.
-                (self.parameters[e.source], e.target_projection)
-                for e in self.operands[product]
-                if e.source in self.parameters
-            }
+            weights = set()
+            # Without a weight to tell them apart, equal factors could be those of two different
+            # products.
+            for e in self.operands[product]:
+                if e.source in self.parameters:
+                    weights.add((self.parameters[e.source], e.target_projection))
             results = tuple(sorted({e.source_projection for e in self.results[product]}))
             first = known.setdefault(
                 (self.products[product].factors, tuple(sorted(weights)), results), product
@@ -469,13 +464,12 @@ class _Finder:
         if factors == "all":
             return list(all_factors)
         batch = self.nodes.batch_factors[entry]
-        of_parameter = {
-            f
-            for e in self.operands[entry]
-            if e.source in self.parameters
-            for f in all_factors
-            if e.target_projection[f] >= 0
-        }
+        of_parameter = set()
+        for e in self.operands[entry]:
+            if e.source in self.parameters:
+                for f in all_factors:
+                    if e.target_projection[f] >= 0:
+                        of_parameter.add(f)
         return [f for f in all_factors if f in batch or f in of_parameter]
 
 

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..cluster import Target
-from ..graph import Graph, Operand, OpId, Phase, Role, ValueId, fold
+from ..graph import Graph, Operand, OpId, Phase, Role, fold
 from ._cuts import cut, taken_by_regions
 from ._dim_rule import is_declared
 from ._edges import EdgeBuilder
 from ._ids import NodeId, SlotId
 from ._node_collectives import batch_sums, group_collectives, product_collectives, whole_bytes
 from ._node_index import NodeIndex
-from ._nodes import Factor, Node, NodeGraph, Port, Projection, Site, TokenSum, WholeOperator
+from ._nodes import Adjacency, Factor, Node, NodeGraph, Port, Site, TokenSum, WholeOperator
 from ._spec import REPLICATED
 
 
@@ -67,6 +67,18 @@ def build_nodes(
     edges.add_aliases()
     nodes = tuple(_node(naming, NodeId(index)) for index in range(len(naming.kinds)))
     batch_factors = _batch_factors(naming, edges, nodes)
+    # Ports of values that loops carry and slice, which are the results of links, and of values that
+    # rematerialised regions take.
+    ports = {}
+    linked = {op.outputs[0] for op in graph.ops if op.is_link}
+    # A region's barrier hides from the compiler how its operands are split; without a pin, the
+    # compiler would choose other splits.
+    for value in linked | set(taken_by_regions(graph.body)):
+        if value >= 0:
+            value_class = int(naming.cuts.folding.value_class[value])
+            port = (naming.landed_ports(value_class) or [naming.class_port(value_class)])[0]
+            if port.node >= 0:
+                ports[value] = port
     return NodeGraph(
         nodes=nodes,
         edges=tuple(edges.edges),
@@ -77,7 +89,7 @@ def build_nodes(
         batch_factors=batch_factors,
         batch_sums=batch_sums(naming, batch_factors),
         op_class=tuple(cuts.folding.op_class.tolist()),
-        loop_ports=_loop_ports(naming),
+        loop_ports=ports,
         folded=any(len(m) > 1 for m in cuts.folding.members),
         on_missing_rule=naming.on_missing_rule,
         whole=tuple(_whole_operators(naming)),
@@ -140,20 +152,8 @@ def _node(naming: NodeIndex, index: NodeId) -> Node:
             collectives=product_collectives(naming, which),
         )
     slots = naming.group_slots[SlotId(which)]
-    return Node(
-        index=index,
-        label=_group_label(naming, slots),
-        kind=kind,
-        factors=_group_factors(naming, index, slots),
-        copies=max(len(naming.cuts.folding.value_members[naming.slot_value[s]]) for s in slots),
-        collectives=group_collectives(naming, index),
-    )
-
-
-def _group_factors(naming: NodeIndex, index: NodeId, slots: list[SlotId]) -> tuple[Factor, ...]:
-    """Factors of a group, one for each class of dims that are split together: its size is the gcd
-    of theirs, and its label the first of them.
-    """
+    # Factors of a group, one for each class of dims that are split together: its size is the gcd of
+    # theirs, and its label the first of them.
     store = naming.cuts.slots
     sizes = [0] * len(naming.group_classes[index])
     labels = [""] * len(sizes)
@@ -169,20 +169,28 @@ def _group_factors(naming: NodeIndex, index: NodeId, slots: list[SlotId]) -> tup
                 size = store.sizes[element]
                 sizes[factor] = math.gcd(sizes[factor], size)
                 if size < shortest[factor][0]:
-                    shortest[factor] = size, _made_by(naming, naming.slot_value[slot])
+                    producer = naming.cuts.producer[naming.slot_value[slot]]
+                    shortest[factor] = (
+                        size,
+                        (None if producer is None else naming.cuts.first[producer[0]].index),
+                    )
                 labels[factor] = (
                     labels[factor] or f"{naming.label_of_value(naming.slot_value[slot])}.{dim}"
                 )
-    return tuple(
-        Factor(size=size, label=label, shortest=op)
-        for size, label, (_, op) in zip(sizes, _distinct(labels), shortest, strict=True)
+    # The input that a group holds, or its first array.
+    values = [naming.slot_value[s] for s in slots]
+    named = [v for v in values if naming.cuts.producer[v] is None]
+    return Node(
+        index=index,
+        label=naming.label_of_value((named or values)[0]),
+        kind=kind,
+        factors=tuple(
+            Factor(size=size, label=label, shortest=op)
+            for size, label, (_, op) in zip(sizes, _distinct(labels), shortest, strict=True)
+        ),
+        copies=max(len(naming.cuts.folding.value_members[naming.slot_value[s]]) for s in slots),
+        collectives=group_collectives(naming, index),
     )
-
-
-def _made_by(naming: NodeIndex, value_class: int) -> OpId | None:
-    """The first operator that makes a value; None for inputs."""
-    producer = naming.cuts.producer[value_class]
-    return None if producer is None else naming.cuts.first[producer[0]].index
 
 
 def _distinct(labels: list[str]) -> list[str]:
@@ -193,13 +201,6 @@ def _distinct(labels: list[str]) -> list[str]:
         seen[label] += 1
         distinct.append(label if seen[label] == 1 else f"{label}#{seen[label]}")
     return distinct
-
-
-def _group_label(naming: NodeIndex, slots: list[SlotId]) -> str:
-    """The input that a group holds, or its first array."""
-    values = [naming.slot_value[s] for s in slots]
-    named = [v for v in values if naming.cuts.producer[v] is None]
-    return naming.label_of_value((named or values)[0])
 
 
 def _sites(naming: NodeIndex) -> list[Site]:
@@ -256,10 +257,11 @@ def _sites(naming: NodeIndex) -> list[Site]:
         result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
         # Products read through transposes: what is converted for them is the array before the
         # transpose.
-        feeds_product = [
-            v in readers and cuts.home(v) is not None and op.name != "transpose"
-            for v in result_classes
-        ]
+        feeds_product = []
+        for v in result_classes:
+            feeds_product.append(
+                v in readers and cuts.home(v) is not None and op.name != "transpose"
+            )
         # Without pins on both sides the compiler would gather what is to be exchanged.
         exchanged = [
             exchange.at(True, k) >= 0 and v not in cuts.exchanges.uneven
@@ -342,24 +344,6 @@ def _product_readers(naming: NodeIndex) -> dict[int, list[Port]]:
     }
 
 
-def _loop_ports(naming: NodeIndex) -> dict[ValueId, Port]:
-    """Ports of values that loops carry and slice, which are the results of links, and of values
-    that rematerialised regions take.
-
-    A region's barrier hides from the compiler how its operands are split; without a pin, the
-    compiler would choose other splits.
-    """
-    graph, ports = naming.cuts.graph, {}
-    linked = {op.outputs[0] for op in graph.ops if op.is_link}
-    for value in linked | set(taken_by_regions(graph.body)):
-        if value >= 0:
-            value_class = int(naming.cuts.folding.value_class[value])
-            port = (naming.landed_ports(value_class) or [naming.class_port(value_class)])[0]
-            if port.node >= 0:
-                ports[value] = port
-    return ports
-
-
 def _batch_factors(
     naming: NodeIndex, edges: EdgeBuilder, nodes: tuple[Node, ...]
 ) -> tuple[frozenset[int], ...]:
@@ -369,18 +353,7 @@ def _batch_factors(
     batches of several steps; a batch of one row has none. It runs through neither parameters, nor
     their gradients, and through the update only where that works on examples.
     """
-    reached: list[set[int]] = [set() for _ in nodes]
-    pending: list[tuple[int, int]] = []
-
-    def reach(node: int, factor: int) -> None:
-        if factor not in reached[node]:
-            reached[node].add(factor)
-            pending.append((node, factor))
-
-    def factor_at(projection: Projection, dim: int) -> int:
-        return projection.index(dim) if dim in projection else -1
-
-    graph = naming.cuts.graph
+    graph, roots = naming.cuts.graph, []
     for item in graph.inputs:
         if item.role is not Role.BATCH:
             continue
@@ -388,27 +361,16 @@ def _batch_factors(
         shape = graph.values[item.value].shape
         has_rows = port.node >= 0 and (shape[0] > 1 or item.value in graph.looped)
         for dim in range(min(2, len(shape)) if has_rows else 0):
-            factor = factor_at(port.projection, dim)
-            if factor >= 0:
-                reach(port.node, factor)
+            if dim in port.projection:
+                roots.append((port.node, port.projection.index(dim)))
                 break
-    neighbours: dict[int, list[tuple[int, Projection, Projection]]] = {}
-    for e in edges.edges:
-        if e.index in edges.of_examples or (e.phase is not Phase.UPDATE and not e.gradient):
-            neighbours.setdefault(e.source, []).append(
-                (e.target, e.source_projection, e.target_projection)
-            )
-            neighbours.setdefault(e.target, []).append(
-                (e.source, e.target_projection, e.source_projection)
-            )
     parameter_nodes = {
         naming.value_port(i.value).node for i in graph.inputs if i.role is Role.PARAMETER
     }
-    while pending:
-        node, factor = pending.pop()
-        for other, mine, theirs in neighbours.get(node, []):
-            if mine[factor] >= 0 and other not in parameter_nodes:
-                other_factor = factor_at(theirs, mine[factor])
-                if other_factor >= 0:
-                    reach(other, other_factor)
-    return tuple(frozenset(r) for r in reached)
+    ways = Adjacency(
+        e
+        for e in edges.edges
+        if e.index in edges.of_examples or (e.phase is not Phase.UPDATE and not e.gradient)
+    )
+    reached = ways.reached(roots, set(range(len(nodes))) - parameter_nodes)
+    return tuple(frozenset(reached.get(k, ())) for k in range(len(nodes)))

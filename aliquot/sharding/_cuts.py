@@ -11,11 +11,10 @@ in whatever split their users want.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..graph import Block, Call, DimRule, Folding, Graph, Op, Phase, Role, ValueId, traits_of
-from ._batch_dims import dims_of_batch
 from ._dim_rule import dim_rule
 from ._exchanges import Exchanges, Place, find_exchanges
 from ._ids import SlotId
@@ -23,6 +22,71 @@ from ._slots import Slots
 
 # Stands for the dims of an exchange among the factors of a rule, which are letters.
 _EXCHANGED = ""
+
+
+def dims_of_batch(
+    graph: Graph,
+    folding: Folding,
+    rules: Sequence[DimRule],
+    sources: Sequence[Sequence[Counter[int]]],
+    order: Sequence[int],
+) -> list[set[int]]:
+    """For each value class the dims that hold examples: the leading dim of the inputs that belong
+    to the batch, and what operators make of it.
+
+    Where a loop takes one row of that dim after the other, nothing is said of the rows.
+
+    Args:
+        graph, folding: the step, and its classes of equal operators and values.
+        rules, sources: of each operator class; see `Cuts`.
+        order: the operator classes in program order.
+    """
+    value_class = folding.value_class
+    found: list[set[int]] = [set() for _ in folding.value_members]
+    for item in graph.inputs:
+        if item.role is Role.BATCH and graph.values[item.value].shape[:1] > (1,):
+            found[int(value_class[item.value])].add(0)
+    if not any(found):
+        return found
+    first_reader: dict[int, int] = {}
+    for place, op_class in enumerate(order):
+        for v in (v for read in sources[op_class] for v in read):
+            first_reader.setdefault(v, place)
+    again = True
+    # Again where a layer reads what an equal one made, and where a loop carries examples.
+    while again:
+        again = False
+        for place, op_class in enumerate(order):
+            op, rule = graph.ops[folding.members[op_class][0]], rules[op_class]
+            arrays = [
+                (v, rule.operands[k]) for k, read in enumerate(sources[op_class]) for v in read
+            ]
+            letters = {letter for v, dims in arrays for dim in found[v] for letter in dims[dim]} - {
+                "1"
+            }
+            if not letters:
+                continue
+            made = [
+                (int(value_class[out]), dims)
+                for out, dims in zip(op.outputs, rule.results, strict=True)
+                if out >= 0
+            ]
+            # What a loop carries holds the same in its first turn.
+            made += arrays if op.name == "tie" else []
+            for v, dims in made:
+                holding = {d for d, names in enumerate(dims) if _holds(op, names, letters)}
+                if not holding <= found[v]:
+                    found[v] |= holding
+                    again = again or first_reader.get(v, place) < place
+    return found
+
+
+def _holds(op: Op, names: str, letters: set[str]) -> bool:
+    """True if a dim with these factors holds examples, which operands hold in these `letters`."""
+    if letters & set(names):
+        return True
+    # Dims that an operator needs whole have factors of their own on both sides.
+    return names.isupper() and not op.is_link and any(map(str.isupper, letters))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,18 +315,18 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
     # although no operator reads them.
     for output in graph.outputs:
         if isinstance(output.value, int):
-            _land(cuts, classes[output.value])
+            # Give a product's result a slot behind the product, unless it has one because an
+            # operator reads it.
+            value_class = classes[output.value]
+            shape = cuts.shape(value_class)
+            keys = [("landed", value_class, zone) for zone in ("main", "update")]
+            if (
+                shape
+                and cuts.by_product(value_class)
+                and not any(k in cuts.slots.by_key for k in keys)
+            ):
+                cuts.slots.get(keys[0], shape)
     return cuts
-
-
-def _land(cuts: Cuts, value_class: int) -> None:
-    """Give a product's result a slot behind the product, unless it has one because an operator
-    reads it.
-    """
-    shape = cuts.shape(value_class)
-    keys = [("landed", value_class, zone) for zone in ("main", "update")]
-    if shape and cuts.by_product(value_class) and not any(k in cuts.slots.by_key for k in keys):
-        cuts.slots.get(keys[0], shape)
 
 
 def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:
@@ -319,7 +383,9 @@ def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
     """
     value_class = cuts.folding.value_class
     made = [[int(value_class[o]) for o in op.outputs if o >= 0] for op in cuts.first]
-    reads = [[v for _, v, _ in cuts.operands(c)] for c in range(len(cuts.first))]
+    reads = []
+    for c in range(len(cuts.first)):
+        reads.append([v for _, v, _ in cuts.operands(c)])
     rearranging = [rearranges(op) for op in cuts.first]
     adding = [traits_of(op.name).adds for op in cuts.first]
     # Sums of products alone need no other cut than those behind the products.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import msgspec
 
 from ..core import InputError, MissingRuleError
@@ -30,10 +27,13 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule
         known = ", ".join(f'"{word}"' for word in _WITHOUT_RULE)
         raise InputError(f"on_missing_rule is {on_missing_rule!r}, and can be {known}.")
     operands = [o if isinstance(o, Literal) else graph.values[o] for o in op.inputs]
-    results = [
-        graph.values[o].shape if o >= 0 else tuple(v.aval.shape)
-        for o, v in zip(op.outputs, _outvars(op), strict=True)
-    ]
+    results = []
+    for o, v in zip(
+        op.outputs,
+        op.eqn.outvars if op.eqn is not None else [None] * len(op.outputs),
+        strict=True,
+    ):
+        results.append(graph.values[o].shape if o >= 0 else tuple(v.aval.shape))
     fn = declared_rule(op.name)
     if fn is not None:
         return fn([_known(o, graph) for o in op.inputs], results, op.params)
@@ -68,10 +68,6 @@ def is_declared(op: Op) -> bool:
     one.
     """
     return declared_rule(op.name) is not None
-
-
-def _outvars(op: Op) -> Sequence[Any]:
-    return op.eqn.outvars if op.eqn is not None else [None] * len(op.outputs)
 
 
 class Inferred(msgspec.Struct, frozen=True, kw_only=True):

@@ -180,7 +180,10 @@ class _Search:
             self.base.append(len(self.sizes))
             self.sizes.extend(cuts.shape(value_class))
         # Links decide themselves which of their dims belong together.
-        linked = {(link.op_class, name) for link in self.links for name in link.names}
+        linked = set()
+        for link in self.links:
+            for name in link.names:
+                linked.add((link.op_class, name))
         by_letter: dict[tuple[int, str], int] = {}
         in_order: list[int] = []
         for op_class in self.order:
@@ -238,11 +241,10 @@ class _Search:
             for counter in sources:
                 for value_class in counter:
                     readers[value_class].add(op_class)
-        returned = {
-            int(self.cuts.folding.value_class[o.value])
-            for o in self.cuts.graph.outputs
-            if isinstance(o.value, int)
-        }
+        returned = set()
+        for o in self.cuts.graph.outputs:
+            if isinstance(o.value, int):
+                returned.add(int(self.cuts.folding.value_class[o.value]))
         for place, part in self.cuts_off:
             out = self.cuts.first[part.op_class].outputs[part.position]
             value_class = int(self.cuts.folding.value_class[out])
@@ -256,10 +258,9 @@ class _Search:
                     k for k, s in enumerate(self.cuts.sources[op_class]) if value_class in s
                 ]
                 result = self.joined[op_class]
-                into = [
-                    Place(op_class=op_class, is_result=False, position=k, dim=part.dim)
-                    for k in positions
-                ]
+                into = []
+                for k in positions:
+                    into.append(Place(op_class=op_class, is_result=False, position=k, dim=part.dim))
                 self._exchange(op_class, (*into, result), rolls=True)
 
     def _reach(self, root: int, how: _Reached) -> None:
@@ -377,8 +378,8 @@ class _Search:
             classes = [int(cuts.folding.value_class[out])] if out >= 0 else []
         else:
             classes = list(cuts.sources[place.op_class][place.position])
-        return [
-            self.base[v] + place.dim
-            for v in classes
-            if not cuts.const_only[v] and not cuts.param_only[v]
-        ]
+        found = []
+        for v in classes:
+            if not cuts.const_only[v] and not cuts.param_only[v]:
+                found.append(self.base[v] + place.dim)
+        return found

@@ -105,7 +105,9 @@ def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
     # Single dims need no agreement with other operands, and are most of what an operator lets
     # split.
     for size in sorted({n for shape in shapes for n in shape if n > 1}):
-        dims_of_size = [[d for d, n in enumerate(shape) if n == size] for shape in shapes]
+        dims_of_size = []
+        for shape in shapes:
+            dims_of_size.append([d for d, n in enumerate(shape) if n == size])
         yield from (frozenset({(k, d)}) for k, dims in enumerate(dims_of_size) for d in dims)
         seen: set[Places] = set()
         for from_end in (False, True):
@@ -304,10 +306,15 @@ def _cut(arrays: Sequence[NDArray[Any]], places: Places, at: int) -> list[list[N
     Arrays that have none of the dims are whole in both.
     """
     dims = dict(places)
-    return [
-        [a[(slice(None),) * dims[k] + (piece,)] if k in dims else a for k, a in enumerate(arrays)]
-        for piece in (slice(None, at), slice(at, None))
-    ]
+    found = []
+    for piece in (slice(None, at), slice(at, None)):
+        found.append(
+            [
+                a[(slice(None),) * dims[k] + (piece,)] if k in dims else a
+                for k, a in enumerate(arrays)
+            ]
+        )
+    return found
 
 
 def _same(results: Sequence[NDArray[Any]], wanted: Sequence[NDArray[Any]]) -> bool:
@@ -322,16 +329,12 @@ def _equal(result: NDArray[Any], wanted: NDArray[Any]) -> bool:
         return bool((result == wanted).all())
     # Another order of summation changes the last bits; a split that is wrong changes far more. For
     # narrow types 64 rounding steps would accept almost anything, so the tolerance is at most 5%.
-    rounding = min(64 * _epsilon(result.dtype), 0.05)
+    limits: Any = jnp.finfo  # Not annotated in JAX.
+    rounding = min(64 * float(limits(result.dtype).eps), 0.05)
     wide = np.complex128 if result.dtype.kind == "c" else np.float64
     a, b = result.astype(wide), wanted.astype(wide)
     largest = float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0))
     return bool(np.allclose(a, b, rtol=rounding, atol=rounding * largest, equal_nan=True))
-
-
-def _epsilon(dtype: Any) -> float:
-    limits: Any = jnp.finfo  # Not annotated in JAX.
-    return float(limits(dtype).eps)
 
 
 def _is_finite_enough(array: NDArray[Any]) -> bool:

@@ -312,21 +312,21 @@ def _exchanges(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
             pieces = max(1, round(rows / result_rows))
         else:
             pieces = max(1, round(of_rows / rows))
-        found += [
-            NodeCollective(
-                kind=kind,
-                factors=(projection.index(part.dim),),
-                split_by=split_by,
-                num_bytes=num_bytes,
-                dtype=value.dtype,
-                count=pieces * _times(naming, op_class),
-                phase=op.phase,
-                gradient=False,
-                label=naming.label(op_class),
-                deferrable=op.deferrable,
+        for kind in kinds:
+            found.append(
+                NodeCollective(
+                    kind=kind,
+                    factors=(projection.index(part.dim),),
+                    split_by=split_by,
+                    num_bytes=num_bytes,
+                    dtype=value.dtype,
+                    count=pieces * _times(naming, op_class),
+                    phase=op.phase,
+                    gradient=False,
+                    label=naming.label(op_class),
+                    deferrable=op.deferrable,
+                )
             )
-            for kind in kinds
-        ]
     return found
 
 

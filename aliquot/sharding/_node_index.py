@@ -340,7 +340,10 @@ class NodeIndex:
         op = cuts.first[producer[0]]
         if not (rearranges(op) or op.name == "scan_slice"):
             return set()
-        return {p for _, v, _ in cuts.operands(producer[0]) for p in self._parameters_behind(v)}
+        found = set()
+        for _, v, _ in cuts.operands(producer[0]):
+            found.update(self._parameters_behind(v))
+        return found
 
     def label(self, op_class: int) -> str:
         """Label of an operator class: its primitive, and the index of its first operator."""
@@ -377,8 +380,8 @@ def classes_of_casts(cuts: Cuts) -> dict[int, bool]:
     first one that has its result (`parameter_casts`).
     """
     casts = parameter_casts(cuts.graph)
-    return {
-        op_class: all(casts[op].first == op for op in ops)
-        for op_class, ops in enumerate(cuts.folding.members)
-        if all(op in casts for op in ops)
-    }
+    found = {}
+    for op_class, ops in enumerate(cuts.folding.members):
+        if all(op in casts for op in ops):
+            found[op_class] = all(casts[op].first == op for op in ops)
+    return found

@@ -10,7 +10,8 @@ that stands for the chosen factor.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
@@ -162,6 +163,15 @@ class Edge:
             *(self.cast, self.over_tokens),
         )
 
+    def follow(self, factor: int) -> int:
+        """The target's factor for the dim that a factor of the source stands for; -1 if there is
+        none.
+        """
+        dim = self.source_projection[factor]
+        return (
+            self.target_projection.index(dim) if dim >= 0 and dim in self.target_projection else -1
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
@@ -190,6 +200,48 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     results: tuple[tuple[Port, ...], ...]
     readers: tuple[tuple[Port, ...], ...] = ()
     on_pieces: bool = False
+
+
+class Adjacency:
+    """Some edges of a node graph in both directions, to follow factors from node to node."""
+
+    def __init__(self, edges: Iterable[Edge]) -> None:
+        self._ways: dict[int, list[tuple[int, Projection, Projection]]] = defaultdict(list)
+        for e in edges:
+            self._ways[e.source].append((e.target, e.source_projection, e.target_projection))
+            self._ways[e.target].append((e.source, e.target_projection, e.source_projection))
+
+    def beside(self, node: int) -> set[int]:
+        """All neighbours of a node: those that share an array with it."""
+        return {other for other, _, _ in self._ways[node]}
+
+    def continued(self, node: int, factor: int) -> Iterator[tuple[int, int]]:
+        """Neighbours in which a factor of a node continues, each with its own factor for the same
+        dim of the array between them.
+        """
+        for other, mine, theirs in self._ways[node]:
+            if mine[factor] >= 0 and mine[factor] in theirs:
+                yield other, theirs.index(mine[factor])
+
+    def reached(
+        self, roots: Iterable[tuple[int, int]], among: Container[int] | None = None
+    ) -> dict[int, set[int]]:
+        """For each node the factors to which some factors of nodes lead.
+
+        Args:
+            among: the nodes to which a way may lead; by default all.
+        """
+        found: dict[int, set[int]] = {}
+        pending = list(roots)
+        while pending:
+            node, factor = pending.pop()
+            if factor in found.setdefault(node, set()):
+                continue
+            found[node].add(factor)
+            pending += [
+                way for way in self.continued(node, factor) if among is None or way[0] in among
+            ]
+        return found
 
 
 class TokenSum(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,10 +344,9 @@ def shards_of(choice: Choice, split_by: SplitBy, axis_sizes: Sequence[int]) -> i
 
 def operators_of(nodes: NodeGraph, products: Collection[NodeId]) -> frozenset[OpId]:
     """The operators that some products' nodes stand for."""
-    classes = {
-        site.op_class
-        for site in nodes.sites
-        if site.results and site.results[0] and site.results[0][0].node in products
-    }
+    classes = set()
+    for site in nodes.sites:
+        if site.results and site.results[0] and site.results[0][0].node in products:
+            classes.add(site.op_class)
     numbers = (number for number, op_class in enumerate(nodes.op_class) if op_class in classes)
     return frozenset(cast("Iterator[OpId]", numbers))

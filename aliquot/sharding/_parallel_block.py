@@ -62,11 +62,10 @@ class ParallelBlock:
         if product not in self.exchanging:
             return (option,)
         axes = range(len(option))
-        orders = [
-            order
-            for order in itertools.permutations(axes)
-            if all(axis_sizes[axis] == axis_sizes[other] for axis, other in enumerate(order))
-        ]
+        orders = []
+        for order in itertools.permutations(axes):
+            if all(axis_sizes[axis] == axis_sizes[other] for axis, other in enumerate(order)):
+                orders.append(order)
         return tuple(dict.fromkeys(tuple(option[other] for other in order) for order in orders))
 
     def allows(self, product: int, choices: NDArray[np.int64], option: Choice) -> NDArray[np.bool_]:
@@ -127,7 +126,9 @@ def outside_blocks(nodes: NodeGraph, blocks: Iterable[ParallelBlock]) -> list[Op
     """For each product of the forward and backward pass that is in none of these blocks, the first
     operator that it stands for.
     """
-    inside = {product for block in blocks for product in block.products}
+    inside = set[int]()
+    for block in blocks:
+        inside.update(block.products)
     outside: dict[int, int] = {
         n.index: n.index for n in nodes.nodes if is_product(n) and n.index not in inside
     }
@@ -144,11 +145,10 @@ def blocks_of_operators(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> di
 
 def block_by_operator(nodes: NodeGraph, block_of: Mapping[int, int]) -> dict[int, int]:
     """For each operator of the given products, the block of its product."""
-    of_class = {
-        site.op_class: block_of[site.results[0][0].node]
-        for site in nodes.sites
-        if site.results and site.results[0] and site.results[0][0].node in block_of
-    }
+    of_class = {}
+    for site in nodes.sites:
+        if site.results and site.results[0] and site.results[0][0].node in block_of:
+            of_class[site.op_class] = block_of[site.results[0][0].node]
     return {
         op: of_class[op_class] for op, op_class in enumerate(nodes.op_class) if op_class in of_class
     }

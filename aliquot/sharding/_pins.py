@@ -17,8 +17,13 @@ import msgspec
 from ..cluster import SumCollective, Target
 from ..graph import Graph, Op, Operand, Phase, ValueId
 from ._nodes import Choice, NodeGraph, Port, Site, project
-from ._reshard import intermediate_specs, minor_axes, spec_after_sums, split_deferred_sums
-from ._rows import gathered_by_rows
+from ._reshard import (
+    gathered_by_rows,
+    intermediate_specs,
+    minor_axes,
+    spec_after_sums,
+    split_deferred_sums,
+)
 from ._spec import PARTIAL, REPLICATED, Spec, divides, without_axes, without_partial
 from ._waiting import sums_that_wait
 from .programs import parameter_casts
@@ -128,11 +133,17 @@ def make_pins(
     by_class = {s.op_class: maker.pin(s, first_of[s.op_class]) for s in nodes.sites}
     if gathers_once:
         by_class |= maker.gathered_casts(inputs)
+    # Splits of the outputs: of the input that an output replaces, otherwise as it is computed.
+    outputs = list(computed)
+    for item, input_spec in zip(graph.inputs, inputs, strict=True):
+        if item.output is not None:
+            # XLA reuses the buffer of a donated input only for an output of the same split.
+            outputs[item.output] = input_spec
     return Pins(
         by_class=by_class,
         op_class=nodes.op_class,
         inputs=inputs,
-        outputs=_outputs_in_place(graph, inputs, computed),
+        outputs=tuple(outputs),
         values=values,
         totals=maker.totals(values) if data_axes or maker.token_sums else {},
         rows=_replaced_by_rows(graph, inputs, computed, target),
@@ -167,13 +178,12 @@ class _PinMaker:
     token_sums: dict[int, tuple[Spec | None, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
-        found = {
-            token_sum.op_class: tuple(
-                None if p is None else self.spec(p) for p in token_sum.operands
-            )
-            for token_sum in self.nodes.token_sums
-            if any(token_sum.is_split(self.choices, axis) for axis in self.context_axes)
-        }
+        found = {}
+        for token_sum in self.nodes.token_sums:
+            if any(token_sum.is_split(self.choices, axis) for axis in self.context_axes):
+                found[token_sum.op_class] = tuple(
+                    None if p is None else self.spec(p) for p in token_sum.operands
+                )
         object.__setattr__(self, "token_sums", found)
 
     def spec(self, port: Port) -> Spec:
@@ -287,18 +297,6 @@ class _PinMaker:
             shape, sums = self.graph.values[v].shape, self.target.sum_collective
             totals[v] = _total_constraints([partial, spec], shape, self.axis_sizes, sums)
         return totals
-
-
-def _outputs_in_place(
-    graph: Graph, inputs: Sequence[Spec], computed: Sequence[Spec]
-) -> tuple[Spec, ...]:
-    """Splits of the outputs: of the input that an output replaces, otherwise as it is computed."""
-    outputs = list(computed)
-    for item, input_spec in zip(graph.inputs, inputs, strict=True):
-        if item.output is not None:
-            # XLA reuses the buffer of a donated input only for an output of the same split.
-            outputs[item.output] = input_spec
-    return tuple(outputs)
 
 
 def _replaced_by_rows(

@@ -16,7 +16,41 @@ import msgspec
 
 from ..cluster import SumCollective
 from ._spec import PARTIAL, REPLICATED, Spec
-from ._tilings import Step, is_direct, steps, tiling
+from ._tilings import is_direct, steps, tiling
+
+# Smallest row that is gathered by itself: its time is bandwidth, not latency.
+_LEAST_ROW_BYTES = 2**20
+
+
+def gathered_by_rows(
+    length: int, rank: int, num_bytes: int, source: Spec, target: Spec, above_bytes: float
+) -> bool:
+    """True if an array that replaces another one is gathered along its first dim's rows, each into
+    its place in the memory of the old array.
+
+    A gather along another dim than the first leaves a copy with that dim in front. An array that is
+    gathered whole is therefore held twice, and so, at the same time, are all others that are
+    gathered at the end of a step.
+
+    Args:
+        length: of its first dim.
+        rank: number of its dims.
+        num_bytes: of the whole array.
+        source, target: its split, and that of what it replaces.
+        above_bytes: smaller arrays are gathered together with others instead.
+
+    >>> [gathered_by_rows(32, 3, 2**30, (dim,), (-1,), 2**24) for dim in (1, 0)]
+    [True, False]
+    """
+    if rank < 3 or num_bytes <= above_bytes or num_bytes < length * _LEAST_ROW_BYTES:
+        return False
+    pairs = list(zip(source, target, strict=True))
+    return source != target and all(
+        # Along the first dim tiles are whole rows: gathered at once they lie where they belong,
+        # without a copy.
+        s != 0 and (t == s or (s > 0 and t == REPLICATED))
+        for s, t in pairs
+    )
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +94,9 @@ def _renumbered(source: Spec, target: Spec) -> tuple[Spec, Spec]:
     The collectives depend on the order of dims alone, so that one entry of the cache serves arrays
     of all ranks.
     """
-    dims = {d: k for k, d in enumerate(sorted({p for p in (*source, *target) if p >= 0}))}
+    dims = {}
+    for k, d in enumerate(sorted({p for p in (*source, *target) if p >= 0})):
+        dims[d] = k
     sums = {
         p: PARTIAL - k
         for k, p in enumerate(sorted({p for p in (*source, *target) if p <= PARTIAL}, reverse=True))
@@ -146,14 +182,12 @@ def intermediate_specs(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) 
         reached.add(here)
         for spec in tilings.keys() - reached:
             if is_direct(tilings[here], tilings[spec]):
-                more = sum(_fraction_left(step) for step in steps(tilings[here], tilings[spec]))
+                more = sum(
+                    ((step.group if step.kind == "all-gather" else 1) / step.tiles)
+                    for step in steps(tilings[here], tilings[spec])
+                )
                 heapq.heappush(queue, (left + more, count + 1, (*path, spec)))
     return (target,)
-
-
-def _fraction_left(step: Step) -> float:
-    """Fraction of the array that a collective leaves on each device."""
-    return (step.group if step.kind == "all-gather" else 1) / step.tiles
 
 
 def spec_after_sums(source: Spec, target: Spec, sums: SumCollective) -> Spec:
@@ -220,7 +254,10 @@ def minor_axes(source: Spec, summed: Spec) -> tuple[int, ...]:
     axes = range(len(source))
     scattered = [a for a in axes if source[a] <= PARTIAL and summed[a] >= 0]
     # An earlier axis is the major one anyway.
-    dims = {summed[a] for a in scattered if any(source[b] == summed[a] for b in axes[a:])}
+    dims = set()
+    for a in scattered:
+        if any(source[b] == summed[a] for b in axes[a:]):
+            dims.add(summed[a])
     return tuple(a for a in scattered if summed[a] in dims)
 
 

@@ -8,9 +8,11 @@ gradients end.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
+from ..core import DisjointSets
 from ._ids import SlotId
 
 
@@ -32,7 +34,7 @@ class Slots:
     by_key: dict[Hashable, SlotId] = field(default_factory=dict)
     _element_parent: list[int] = field(default_factory=list)
     _slots_of: list[set[SlotId]] = field(default_factory=list)
-    _group_parent: list[SlotId] = field(default_factory=list)
+    _groups: DisjointSets[int] = field(default_factory=DisjointSets)
     blocked: set[int] = field(default_factory=set)
     sizes: list[int] = field(default_factory=list)
 
@@ -43,7 +45,6 @@ class Slots:
             slot = self.by_key[key] = SlotId(len(self.ranks))
             self.ranks.append(len(shape))
             self.base.append(len(self._element_parent))
-            self._group_parent.append(slot)
             for size in shape:
                 self._element_parent.append(len(self._element_parent))
                 self._slots_of.append({slot})
@@ -89,15 +90,9 @@ class Slots:
         self.blocked.add(self.dim_class(element))
 
     def group(self, slot: SlotId) -> SlotId:
-        """The group of a slot: a representative slot."""
-        while self._group_parent[slot] != slot:
-            self._group_parent[slot] = self._group_parent[self._group_parent[slot]]
-            slot = self._group_parent[slot]
-        return slot
+        """The group of a slot: its lowest slot, so that groups are numbered in program order."""
+        return SlotId(self._groups.root(slot))
 
     def join(self, slots: Iterable[SlotId]) -> None:
         """Put slots into one group, which one decision splits."""
-        # The lowest slot stands for the group, so that groups are numbered in program order.
-        roots = sorted({self.group(s) for s in slots})
-        for other in roots[1:]:
-            self._group_parent[other] = roots[0]
+        self._groups.join_all(itertools.pairwise(slots))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from ..graph import (
     Graph,
     Layers,
-    Role,
     StageExtracts,
     StageId,
     Staging,
@@ -50,10 +49,7 @@ class LayeredStep:
     @property
     def micro_batch_size(self) -> int:
         """Examples in a micro-batch; 1 for a step without a batch."""
-        sizes = [
-            self.part.values[i.value].shape[0] for i in self.part.inputs if i.role is Role.BATCH
-        ]
-        return sizes[0] if sizes else 1
+        return next(iter(self.part.batch_sizes), 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,11 +106,10 @@ def layer_step(
         )
         part, combine = in_stages(plan.part), plan.combine
         handed_on = plan.phased.handed_on if plan.phased else ()
-        dims = {
-            ValueId(v): spec.dim
-            for v, spec in enumerate(plan.specs)
-            if spec.kind is TimeKind.CONCATENATE
-        }
+        dims = {}
+        for v, spec in enumerate(plan.specs):
+            if spec.kind is TimeKind.CONCATENATE:
+                dims[ValueId(v)] = spec.dim
     return LayeredStep(
         graph=graph,
         part=part,
@@ -199,9 +194,5 @@ def batch_dims(graph: Graph) -> dict[ValueId, int]:
     """The batch dim of each value, without micro-batches: dim 0 of all arrays whose first dim is as
     long as the batch.
     """
-    sizes = {
-        graph.values[i.value].shape[0]
-        for i in graph.inputs
-        if i.role is Role.BATCH and graph.values[i.value].shape
-    }
+    sizes = set(graph.batch_sizes)
     return {v.index: 0 for v in graph.values if v.shape and v.shape[0] in sizes}

@@ -99,7 +99,9 @@ def steps(now: Tiling, target: Tiling) -> tuple[Step, ...]:
     common = {
         d: _take(atoms, math.gcd(_product(atoms), want.get(d, 1)))[0] for d, atoms in now.dims
     }
-    kept = {a for atoms in common.values() for a in atoms}
+    kept = set[Atom]()
+    for atoms in common.values():
+        kept.update(atoms)
     repeated = [a for _, atoms in now.dims for a in atoms if a not in kept]
     coarser = _tiling(common, (*now.repeated, *repeated))
     rest = _steps(coarser, target)
@@ -219,7 +221,8 @@ def _refined(coarse: Tiling, fine: Tiling) -> Tiling | None:
         return None
     if _product(coarse.repeated) % _product(fine.repeated):
         return None
-    if _cuts_further(fine, coarse):
+    dims = fine.by_dim
+    if all(dims.get(d, ())[: len(atoms)] == atoms for d, atoms in coarse.dims):
         return fine
     left = coarse.repeated
     dims = coarse.by_dim
@@ -230,12 +233,6 @@ def _refined(coarse: Tiling, fine: Tiling) -> Tiling | None:
         taken, left = _take(left, factor)
         dims[d] = dims.get(d, ()) + taken
     return _tiling(dims, left) if _product(left) == _product(fine.repeated) else None
-
-
-def _cuts_further(fine: Tiling, coarse: Tiling) -> bool:
-    """True if slicing each tile of one tiling where it lies gives the other."""
-    dims = fine.by_dim
-    return all(dims.get(d, ())[: len(atoms)] == atoms for d, atoms in coarse.dims)
 
 
 def _gather_to(fine: Tiling, coarse: Tiling) -> tuple[Step, ...]:
@@ -268,7 +265,10 @@ def _move(now: Tiling, source: int, sink: int, group: int) -> Tiling:
 
 
 def _all_to_all(before: Tiling, after: Tiling, group: int) -> Step:
-    old = {(d, a) for d, atoms in before.dims for a in atoms}
+    old = set()
+    for d, atoms in before.dims:
+        for a in atoms:
+            old.add((d, a))
     moved = [a for d, atoms in after.dims for a in atoms if (d, a) not in old]
     return Step(kind="all-to-all", axes=_axes(moved), group=group, tiles=before.tiles)
 

@@ -48,7 +48,9 @@ def sums_that_wait(
         held = dict.fromkeys(o for o in op.outputs if o >= 0)
         pending = list(held)
         while pending and walk.needed.isdisjoint(pending):
-            following = [v for value in pending for v in walk.following.get(value, ())]
+            following: list[ValueId] = []
+            for value in pending:
+                following.extend(walk.following.get(value, ()))
             pending = [v for v in dict.fromkeys(following) if v not in held]
             held |= dict.fromkeys(pending)
         if not pending:

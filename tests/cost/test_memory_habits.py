@@ -13,6 +13,7 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import TARGETS, Cluster, LogicalMesh, target_for
 from aliquot.cost import (
+    MeshUse,
     converted,
     decode_interior,
     known_memory,
@@ -24,7 +25,7 @@ from aliquot.cost import (
 from aliquot.cost.memory import find_storage
 from aliquot.graph import Phase, fold
 from aliquot.planners import DataParallel, Megatron, Zero2Parallel, Zero3Parallel
-from aliquot.sharding import _rows, plan_micro_batches
+from aliquot.sharding import _reshard, plan_micro_batches
 from aliquot.sharding._cuts import cut
 
 
@@ -398,7 +399,7 @@ def test_stacks_that_are_gathered_row_by_row_are_held_once(monkeypatch):
         return len(twice), use.count, use.num_bytes, use.seconds
 
     whole = found()
-    monkeypatch.setattr(_rows, "_LEAST_ROW_BYTES", 1)
+    monkeypatch.setattr(_reshard, "_LEAST_ROW_BYTES", 1)
     monkeypatch.setitem(TARGETS, "gpu", dataclasses.replace(TARGETS["gpu"], combined_bytes=1))
     rows = found()
     assert whole[0] > 0 == rows[0]
@@ -431,7 +432,7 @@ def test_every_device_sums_whole_gradients_over_micro_batches(scan):
     cluster = Cluster.preset("2xH100")
     problem = make_problem(graph, cluster, num_micro_batches=2)
     mesh = LogicalMesh(shape=(2,), cluster=cluster)
-    priced = price(problem, mesh, repeats=2, data_axes=frozenset({0}))
+    priced = price(problem, MeshUse(mesh=mesh, data_axes=frozenset({0})), repeats=2)
     model = memory_model(priced, in_turn=False)
     totals = stacks = 0.0
     for r, local in zip(model.residents, model.local_bytes):

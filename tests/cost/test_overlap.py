@@ -9,7 +9,7 @@ import pytest
 
 import aliquot as aq
 from aliquot.cluster import Cluster, Link, LogicalMesh
-from aliquot.cost import evaluate, make_problem, phase_costs, price
+from aliquot.cost import MeshUse, evaluate, make_problem, phase_costs, price
 from aliquot.graph import Phase
 
 WIDTH, ROWS, OVERLAP, OF_SUMS = 256, 512, 0.9, 0.25
@@ -41,7 +41,7 @@ def with_batch_split(bandwidth, repeats):
     graph, cluster = step_on(bandwidth, 0.0)
     mesh = LogicalMesh(shape=(4,), axis_names=("x",), cluster=cluster)
     problem = make_problem(graph, cluster, num_micro_batches=repeats)
-    priced = price(problem, mesh, repeats=repeats, data_axes=frozenset({0}))
+    priced = price(problem, MeshUse(mesh=mesh, data_axes=frozenset({0})), repeats=repeats)
     decision = aq.DataParallel().solve(problem)
     choices = [
         tuple(n.choices[p]) for n, p in zip(decision.priced.nodes, decision.picks, strict=True)

@@ -1,12 +1,14 @@
 """What a stage costs, by phase."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import aliquot as aq
 from aliquot.cluster import Cluster, LogicalMesh
-from aliquot.cost import make_problem, phase_costs, price
+from aliquot.cost import MeshUse, make_problem, phase_costs, price
 from aliquot.sharding import layer_step, stage_step
 
 WIDTH, ROWS, VOCABULARY = 64, 32, 4096
@@ -69,9 +71,9 @@ def test_casts_that_are_gathered_once_are_shared_by_the_passes_of_a_stage():
     cluster = Cluster.preset("2xH100")
     problem = make_problem(graph, cluster, num_micro_batches=2, of_stage=True)
     mesh = LogicalMesh(shape=(2,), axis_names=("x",), cluster=cluster)
-    data = frozenset({0})
+    use = MeshUse(mesh=mesh, data_axes=frozenset({0}))
     each, once = (
-        price(problem, mesh, repeats=2, data_axes=data, gathers_once=gathers).graph.edges
+        price(problem, dataclasses.replace(use, gathers_once=gathers), repeats=2).graph.edges
         for gathers in (False, True)
     )
     casts = [edge.index for edge in problem.nodes.edges if edge.cast]

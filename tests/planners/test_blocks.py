@@ -16,9 +16,13 @@ from aliquot.core import InputError
 from aliquot.cost import make_problem, price
 from aliquot.graph import capture
 from aliquot.planners import ILP, Blocks, ShardParallel, Space, Task
-from aliquot.planners.intra.blocks import BlockOptions, block_options, blocks_split_apart
-from aliquot.planners.intra.blocks._options import allowed_by, restrict_blocks
-from aliquot.planners.intra.blocks._search import BlockSearch
+from aliquot.planners.intra.blocks import (
+    BlockOptions,
+    block_options,
+    blocks_split_apart,
+    restrict_blocks,
+)
+from aliquot.planners.intra.blocks._blocks import BlockSearch
 from aliquot.planners.intra.fixed import everything
 
 CLUSTER = Cluster.preset("4xH100")
@@ -85,7 +89,7 @@ def test_no_combination_of_options_is_better(step, memory_share):
         narrowed = restrict_blocks(space, blocks, {k: (o,) for k, o in enumerate(options)})
         one = (
             exact.solve(problem, narrowed, memory_limit_bytes=limit)
-            if allowed_by(narrowed.allowed)
+            if narrowed.has_choices
             else None
         )
         times.append(one.step_time_s if one else np.inf)

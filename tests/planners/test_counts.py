@@ -15,8 +15,8 @@ from aliquot.cluster import Cluster
 from aliquot.planners import Task
 from aliquot.planners._counts import counts_to_try, drawn_between
 from aliquot.planners._helper import HelperProcess
+from aliquot.planners._layer_costs import price_layers
 from aliquot.planners._pipelines import Pipelines, _price_ends
-from aliquot.planners._priced_layers import price_layers
 from aliquot.planners._search import Search
 from aliquot.planners._tried import tried_decision
 

@@ -14,7 +14,7 @@ from planners.small_steps import mlp
 import aliquot as aq
 from aliquot.core import PlanFileError, PlanMismatchError
 from aliquot.planners import Auto, Interrupted, PipeshardParallel
-from aliquot.planners._hosts import Hosts, fewer_hosts
+from aliquot.planners._search import Hosts, fewer_hosts
 from aliquot.plans import Plan, diff, mfu, require_busy_processes, violations
 from aliquot.report import explained, explanation
 

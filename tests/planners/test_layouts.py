@@ -6,7 +6,7 @@ import pytest
 import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
-from aliquot.cost import make_problem, price
+from aliquot.cost import MeshUse, make_problem, price
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp._layout import Layouts
 from aliquot.planners.intra.ilp._program import build_program
@@ -21,7 +21,7 @@ def problem():
 
 def priced_on(problem, shape):
     mesh = LogicalMesh(shape=shape, cluster=problem.cluster)
-    return price(problem, mesh, data_axes=frozenset({0}))
+    return price(problem, MeshUse(mesh=mesh, data_axes=frozenset({0})))
 
 
 def test_a_cached_layout_takes_other_prices(problem):

@@ -12,15 +12,14 @@ from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.core import InfeasibleError
 from aliquot.cost import make_problem, price, timeline
-from aliquot.planners._race import Entry, race
+from aliquot.planners._race import Entry, Race
 from aliquot.planners.intra import ILP, Space
 from aliquot.planners.intra.fixed import everything
-from aliquot.planners.intra.ilp import Search, _branching, _highs
+from aliquot.planners.intra.ilp import Search, _highs, _ilp
 from aliquot.planners.intra.ilp._highs import LIMIT, Relaxation, solve_integers
-from aliquot.planners.intra.ilp._judging import model_in_turn, model_of
+from aliquot.planners.intra.ilp._ilp import Work
 from aliquot.planners.intra.ilp._program import alive_bytes, build_program
 from aliquot.planners.intra.ilp._prove import rules_out
-from aliquot.planners.intra.ilp._work import Work
 
 _CLUSTER = Cluster.preset("8xH100")
 
@@ -42,7 +41,7 @@ def tight_bytes(priced):
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     most, least = (
-        float(timeline(model_of(free, picks), priced, picks).max())
+        float(timeline(free.model_of(picks), priced, picks).max())
         for picks in (free.picks, free.least_memory())
     )
     return list(np.linspace(least, most, 7)[1:-1])
@@ -153,7 +152,7 @@ def test_a_relaxation_that_is_given_up_rules_nothing_out(priced, solved, hasty):
     limit = next(iter(solved))
     search = searched(priced, limit)
     use = [
-        alive_bytes(search.choices, model_in_turn(search, search.in_turn), time)[1]
+        alive_bytes(search.choices, search.model_in_turn(search.in_turn), time)[1]
         for time in search.times
     ]
     hasty()
@@ -165,11 +164,11 @@ def test_a_relaxation_that_is_given_up_rules_nothing_out(priced, solved, hasty):
 @pytest.mark.slow
 def test_choices_near_the_relaxation_hold_a_good_solution(priced, solved, monkeypatch):
     """As programs of many rows are searched first."""
-    monkeypatch.setattr(_branching, "_MANY_ROWS", 0)
+    monkeypatch.setattr(_ilp, "_MANY_ROWS", 0)
     near = 0
     for limit, best in solved.items():
         search = searched(priced, limit)
-        found = _branching._search_taken(search, np.inf)
+        found = search._search_taken(np.inf)
         assert search.lower_bound_s <= best.step_time_s * (1 + 1e-9)
         if found is not None:
             near += 1
@@ -221,11 +220,9 @@ class _GivesUp(ILP):
 def test_the_best_of_one_mesh_is_not_optimal_where_another_search_gave_up(graph, priced):
     space = Space(name="all", priced=priced, allowed=everything(priced))
     problem = make_problem(graph, _CLUSTER, memory_limit_bytes=1e15)
-    options = {"method": "test", "planner": "test", "relative_gap": 1e-3, "states_bound": True}
-    alone = race(problem, [Entry(space=space, intra=ILP())], **options)
-    both = race(
-        problem, [Entry(space=space, intra=planner) for planner in (ILP(), _GivesUp())], **options
-    )
+    race = Race(problem=problem, method="test", intra=ILP(), states_bound=True)
+    alone = race.best([Entry(space=space, intra=ILP())])
+    both = race.best([Entry(space=space, intra=planner) for planner in (ILP(), _GivesUp())])
     assert alone.status == "optimal" and both.step_time_s == alone.step_time_s
     assert both.status == LIMIT and both.lower_bound_s == pytest.approx(alone.lower_bound_s / 2)
     assert both.candidates[-1].outcome == LIMIT

@@ -10,6 +10,7 @@ import aliquot as aq
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.core import ClusterError, InfeasibleError, InputError, PlanMismatchError
 from aliquot.cost import (
+    MeshUse,
     PlannedStep,
     decode_interior,
     encode_interior,
@@ -359,7 +360,8 @@ def test_micro_batches_pay_the_update_once(problem):
     gradients do not.
     """
     mesh = LogicalMesh(shape=(8,), cluster=CLUSTER)
-    once, twice = (price(problem, mesh, repeats=m, data_axes=frozenset({0})) for m in (1, 2))
+    use = MeshUse(mesh=mesh, data_axes=frozenset({0}))
+    once, twice = (price(problem, use, repeats=m) for m in (1, 2))
     kinds = {}
     for node, node_work, a, b in zip(problem.nodes.nodes, problem.work, once.nodes, twice.nodes):
         for work in node_work:

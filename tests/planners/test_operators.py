@@ -19,7 +19,7 @@ from aliquot.core import InputError
 from aliquot.graph import Phase, capture, cut_layers
 from aliquot.planners import Bottleneck, Interrupted, StageDP, Task
 from aliquot.planners._helper import HelperProcess
-from aliquot.planners._priced_layers import price_layers
+from aliquot.planners._layer_costs import price_layers
 from aliquot.planners.intra import ILP
 from aliquot.plans import Plan
 

@@ -15,9 +15,9 @@ import pytest
 import aliquot as aq
 from aliquot._variants import Variant, plan_variants
 from aliquot.core import InfeasibleError, InputError
-from aliquot.planners import AbstractInter, _pipelines, _solve_stages
+from aliquot.planners import AbstractInter, _base, _pipelines, _solve_stages
+from aliquot.planners._layer_costs import price_layers
 from aliquot.planners._pipelines import Pipelines
-from aliquot.planners._priced_layers import price_layers
 from aliquot.planners.inter.stages import _solve
 from aliquot.plans import Plan, summary_rows, violations
 
@@ -157,7 +157,7 @@ def test_nothing_fits():
 def test_a_refusal_asks_for_more_memory_than_there_is(monkeypatch):
     """Also where the search under a tighter limit finds no stages at all."""
     monkeypatch.setattr(
-        _solve_stages, "_solve_stages", lambda *args: 1000.0 * args[1].task.limit_bytes
+        _solve_stages._Stages, "solve", lambda stages, *_: 1000.0 * stages.task.limit_bytes
     )
     with pytest.raises(InfeasibleError, match="1000.00 times") as refusal:
         plan_of(num_stages=2, num_micro_batches=4)
@@ -182,14 +182,14 @@ def test_what_would_fit_is_worked_out_only_where_no_other_numbers_are_left(monke
 
 def test_no_proposal_is_made_twice(monkeypatch):
     """Where one far below the limit does not fit, the next has a limit that excludes it."""
-    module, proposed = _solve_stages, []
+    proposed = []
 
-    def never(method, cut, chain, found, repeated):
+    def never(self, chain, found, repeated):
         stages = tuple((s.last_unit, s.option) for s in found.stages)
         proposed.append((bool(repeated), found.schedule, stages))
-        return 1.001 * cut.task.limit_bytes
+        return 1.001 * self.task.limit_bytes
 
-    monkeypatch.setattr(module, "_solve_stages", never)
+    monkeypatch.setattr(_solve_stages._Stages, "solve", never)
     with pytest.raises(InfeasibleError, match="need at least 1.00 times"):
         plan_of(num_stages=2, num_micro_batches=4, recompute="none")
     assert len(set(proposed)) == len(proposed) > 2
@@ -209,7 +209,7 @@ def test_more_memory_is_never_slower():
 def test_proposals_have_stages_in_common(monkeypatch):
     """What a stage that was solved once looks like is known when it is proposed again."""
     module, made = _solve_stages, []
-    make, solve_stages = module.make_problem, module._solve_stages
+    make, solve_stages = module.make_problem, module._Stages.solve
 
     def counted(graph, *args, **options):
         made.append(len(graph.ops))
@@ -224,7 +224,7 @@ def test_proposals_have_stages_in_common(monkeypatch):
         return second
 
     monkeypatch.setattr(module, "make_problem", counted)
-    monkeypatch.setattr(module, "_solve_stages", twice)
+    monkeypatch.setattr(module._Stages, "solve", twice)
     assert len(plan_of(num_stages=3, num_micro_batches=4).stages) == 3
 
 
@@ -384,8 +384,8 @@ def test_a_step_that_does_not_decompose_is_priced_once(monkeypatch):
         return called
 
     monkeypatch.setattr(_pipelines, "price_layers", spy(price_layers, priced, tuple))
-    for name in ("plan_micro_batches", "runs_in_groups"):
-        monkeypatch.setattr(_pipelines, name, spy(getattr(_pipelines, name), planned, int))
+    for module, name in ((_pipelines, "plan_micro_batches"), (_base, "runs_in_groups")):
+        monkeypatch.setattr(module, name, spy(getattr(module, name), planned, int))
     state = {**STATE, "params": {k: v for k, v in STATE["params"].items() if k != "head"}}
     method = aq.PipeshardParallel(num_stages=2)
     where = aq.Cluster.preset(CLUSTER)

@@ -8,8 +8,7 @@ from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import make_problem, price, timeline
 from aliquot.planners.intra.fixed import everything
-from aliquot.planners.intra.ilp import Search, _branching
-from aliquot.planners.intra.ilp._judging import model_of
+from aliquot.planners.intra.ilp import Search, _ilp
 
 _CLUSTER = Cluster.preset("2x4xH100")
 
@@ -25,12 +24,12 @@ def searches():
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     most, least = (
-        float(timeline(model_of(free, picks), priced, picks).max())
+        float(timeline(free.model_of(picks), priced, picks).max())
         for picks in (free.picks, free.least_memory())
     )
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_branching, "_nothing_below", lambda search, ceiling_s: False)
+        patch.setattr(Search, "_nothing_below", lambda search, ceiling_s: False)
         for limit in np.linspace(least, most, 10)[1:-1]:
             search = Search(priced, everything(priced), limit_bytes=limit, relative_gap=0.0)
             bound = search.bound()
@@ -44,15 +43,15 @@ def searches():
 
 
 def test_no_existing_solution_is_ruled_out(searches, monkeypatch):
-    monkeypatch.setattr(_branching, "_CLOSE", 1.0)
+    monkeypatch.setattr(_ilp, "_CLOSE", 1.0)
     for search, _, best in searches:
-        assert not _branching._nothing_below(search, best.step_time_s * (1 + 1e-6))
+        assert not search._nothing_below(best.step_time_s * (1 + 1e-6))
 
 
 def test_most_ceilings_between_bound_and_best_are_ruled_out(searches, monkeypatch):
-    monkeypatch.setattr(_branching, "_CLOSE", 1.0)
+    monkeypatch.setattr(_ilp, "_CLOSE", 1.0)
     ruled_out = [
-        _branching._nothing_below(search, bound + 0.2 * (best.step_time_s - bound))
+        search._nothing_below(bound + 0.2 * (best.step_time_s - bound))
         for search, bound, best in searches
     ]
     assert sum(ruled_out) >= 0.5 * len(ruled_out)
@@ -60,7 +59,7 @@ def test_most_ceilings_between_bound_and_best_are_ruled_out(searches, monkeypatc
 
 def test_ruling_out_leaves_the_relaxation_unchanged(searches):
     for search, bound, _ in searches:
-        _branching._nothing_below(search, bound * (1 + 1e-4))
+        search._nothing_below(bound * (1 + 1e-4))
         assert search.relaxation.solve().bound_s == pytest.approx(bound, rel=1e-9)
 
 

@@ -17,8 +17,7 @@ from aliquot.cluster import Cluster
 from aliquot.graph import capture
 from aliquot.planners import StageDP, Task, _solve_stages
 from aliquot.planners._helper import HelperProcess
-from aliquot.planners._layer_costs import solve_layers
-from aliquot.planners._priced_layers import price_layers
+from aliquot.planners._layer_costs import price_layers, solve_layers
 from aliquot.planners._recompute_levels import chain_with_levels, recompute_levels
 from aliquot.planners._solve_stages import solve_with
 from aliquot.planners.inter import NoFasterStages
@@ -70,8 +69,9 @@ def graph(num_layers=2):
 @functools.cache
 def layer_costs():
     """What four layers cost on two devices. Called in double precision."""
-    step = layer_step(graph(num_layers=4), 4, layers=None)
-    return solve_layers(step, Cluster.preset("2xcpu"), intra=aq.ILP(), counts=[4])
+    task = Task(graph=graph(num_layers=4), cluster=Cluster.preset("2xcpu"))
+    step = layer_step(task.graph, 4, layers=None)
+    return solve_layers(step, task, intra=aq.ILP(), counts=[4])
 
 
 def test_a_pipeline_that_recomputes_some_operators_runs_as_the_plain_step(short):
@@ -206,6 +206,6 @@ def test_stages_that_promise_too_little_are_not_solved(monkeypatch):
         task = Task(graph=graph(), cluster=Cluster.preset("4xcpu"), num_micro_batches=4)
         priced = price_layers(task, [4], intra=METHOD.intra, layers=None, helper=helper)
         found = solve_with(METHOD, task, priced, helper)
-        monkeypatch.delattr(_solve_stages, "_solve_stages")
+        monkeypatch.delattr(_solve_stages._Stages, "solve")
         with pytest.raises(NoFasterStages):
             solve_with(METHOD, task, priced, helper, 0.9 * found.step_time_s)

@@ -11,7 +11,6 @@ from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import make_problem, price, timeline
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
-from aliquot.planners.intra.ilp._judging import model_of
 
 _CLUSTER = Cluster.preset("2x4xV100-16GB")
 _UNLIMITED = 1e15
@@ -25,7 +24,7 @@ def priced():
 
 
 def peak(search, picks):
-    return float(timeline(model_of(search, picks), search.priced, picks).max())
+    return float(timeline(search.model_of(picks), search.priced, picks).max())
 
 
 def test_rounding_to_least_memory_fits_when_majority_does_not(priced):

@@ -12,9 +12,7 @@ from aliquot.cost import evaluate, make_problem, price, timeline
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
 from aliquot.planners.intra.ilp._highs import Relaxation, solve_integers
-from aliquot.planners.intra.ilp._judging import model_in_turn, model_of
 from aliquot.planners.intra.ilp._program import add_memory_row, build_program
-from aliquot.planners.intra.ilp._rows import without_costly_choices
 
 
 @pytest.fixture(
@@ -34,7 +32,7 @@ def limits(priced):
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     most, least = (
-        float(timeline(model_of(free, picks), priced, picks).max())
+        float(timeline(free.model_of(picks), priced, picks).max())
         for picks in (free.picks, free.least_memory())
     )
     return [float(limit) for limit in np.linspace(least, most, 6)[1:-1]]
@@ -46,7 +44,7 @@ def all_paid(search):
     """
     program, choices = build_program(search.priced, everything(search.priced))
     for time in search.times:
-        model = model_in_turn(search, search.in_turn)
+        model = search.model_in_turn(search.in_turn)
         add_memory_row(program, choices, search.priced, model, time, search.limit_bytes)
     program.add_excess(np.arange(len(program.groups.counts)))
     return program, choices
@@ -113,10 +111,10 @@ def test_programs_charge_every_shared_conversion_once_a_solution_paid_too_little
     search = Search(priced, everything(priced), limit_bytes=limits[1])
     search.bound()
     ceiling_s = 1.5 * search.lower_bound_s
-    few, _ = without_costly_choices(search, ceiling_s)
+    few, _ = search.without_costly_choices(ceiling_s)
     search.is_undercharged = True
-    every, _ = without_costly_choices(search, ceiling_s)
-    complete, _ = without_costly_choices(search, ceiling_s)
+    every, _ = search.without_costly_choices(ceiling_s)
+    complete, _ = search.without_costly_choices(ceiling_s)
     # What is left costs nothing, and need not be counted.
     assert not complete.add_excess(np.arange(len(complete.groups.counts)))
     assert len(few.excess) < len(every.excess)

@@ -9,9 +9,8 @@ from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import make_problem, price, timeline
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
-from aliquot.planners.intra.ilp._judging import model_of
+from aliquot.planners.intra.ilp._ilp import Work
 from aliquot.planners.intra.ilp._least import LeastPeak
-from aliquot.planners.intra.ilp._work import Work
 
 _CLUSTER = Cluster.preset("2x4xV100-16GB")
 
@@ -31,7 +30,7 @@ def between(priced, count):
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     most, least = (
-        float(timeline(model_of(free, picks), priced, picks).max())
+        float(timeline(free.model_of(picks), priced, picks).max())
         for picks in (free.picks, free.least_memory())
     )
     return [float(limit) for limit in np.linspace(least, most, count + 2)[1:-1]]
@@ -57,11 +56,11 @@ def test_too_little_memory_is_proved_without_seconds(graph):
     priced = priced_on(graph, (8,))
     free = Search(priced, everything(priced), limit_bytes=1e15)
     picks = free.least_memory()
-    use = timeline(model_of(free, picks), priced, picks)
+    use = timeline(free.model_of(picks), priced, picks)
     moment, peak = int(np.argmax(use)), float(use.max())
     for share, expected in ((0.5, True), (1.01, False)):
         least = LeastPeak(priced, everything(priced), share * peak)
-        least.add(model_of(free, picks), moment)
+        least.add(free.model_of(picks), moment)
         assert least.exceeds_limit() is expected
     search = Search(priced, everything(priced), limit_bytes=0.5 * peak)
     assert search.bound() is None and not search.gave_up

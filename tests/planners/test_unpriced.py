@@ -59,9 +59,9 @@ def test_meshes_on_which_nothing_fits_are_not_priced(
     problem = task.with_limit(0.95 * least_bytes).problem(count)
     priced, price = [], _methods.price
 
-    def counted(problem, mesh, **options):
-        priced.append(mesh.shape)
-        return price(problem, mesh, **options)
+    def counted(problem, use, **options):
+        priced.append(use.mesh.shape)
+        return price(problem, use, **options)
 
     monkeypatch.setattr(_methods, "price", counted)
     quick = WholeProgram().solve(problem)
@@ -98,7 +98,7 @@ def test_spaces_that_cannot_be_fast_enough_are_not_searched(task, monkeypatch):
     impossible_s = 1e-3 * best.step_time_s
     slow = WholeProgram(faster_than_s=impossible_s).solve(problem)
     assert slow.step_time_s > impossible_s
-    searched = [s for s in begun if not isinstance(s, _race._NotSearched)]
+    searched = [s for s in begun if not isinstance(s, _race.NotSearched)]
     # One tells by how much it is too slow.
     assert len(searched) == 1 < len(begun)
     equal = WholeProgram(faster_than_s=best.step_time_s * (1 + 1e-9)).solve(problem)

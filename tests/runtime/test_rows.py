@@ -18,7 +18,7 @@ from aliquot import zoo
 from aliquot.cluster import target_for
 from aliquot.cost import Problem
 from aliquot.graph import capture
-from aliquot.sharding import _rows
+from aliquot.sharding import _reshard
 
 SIZES = {
     "num_layers": 4,
@@ -38,7 +38,7 @@ def by_rows(monkeypatch):
         return dataclasses.replace(target_for(problem.cluster.device), gathers_leading_dim=True)
 
     monkeypatch.setattr(Problem, "target", property(target))
-    monkeypatch.setattr(_rows, "_LEAST_ROW_BYTES", 1)
+    monkeypatch.setattr(_reshard, "_LEAST_ROW_BYTES", 1)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import aliquot as aq
 from aliquot.cluster import Cluster
-from aliquot.planners.inter.manual import ManualStages
+from aliquot.planners.inter._manual import ManualStages
 from aliquot.runtime.pipeline._instructions import Instructions, Run
 from aliquot.runtime.pipeline._stage_functions import Form, Key
 from aliquot.runtime.pipeline._stage_memory import stage_memory

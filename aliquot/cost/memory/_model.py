@@ -24,6 +24,7 @@ from ._pace import compute_per_gather
 from ._residents import Resident
 
 if TYPE_CHECKING:
+    from .._mesh_use import MeshUse
     from .._priced import Floats, Ints, Priced
 
 
@@ -66,11 +67,8 @@ def memory_model(priced: Priced, *, in_turn: bool, memory: Memory = Memory.DEVIC
         priced.residents,
         priced.graph,
         [node.choices for node in priced.nodes],
-        priced.axis_sizes,
+        priced.use,
         repeats=priced.repeats,
-        data_axes=priced.data_axes,
-        context_axes=priced.context_axes,
-        gathers_once=priced.gathers_once,
         memory=memory,
         conversions=_conversions(priced, in_turn) if memory is Memory.DEVICE else (),
     )
@@ -80,12 +78,9 @@ def residents_model(
     residents: Sequence[Resident],
     graph: NodeGraph,
     choices: Sequence[Ints],
-    axis_sizes: Sequence[int],
+    use: MeshUse,
     *,
-    repeats: int = 1,
-    data_axes: frozenset[int] = frozenset(),
-    context_axes: frozenset[int] = frozenset(),
-    gathers_once: bool = False,
+    repeats: int,
     memory: Memory = Memory.DEVICE,
     conversions: Sequence[Conversion] = (),
 ) -> MemoryModel:
@@ -93,15 +88,15 @@ def residents_model(
 
     Args:
         choices: for each node, `(choices, axes)`.
-        repeats, data_axes, context_axes, gathers_once: as in `Priced`.
+        use, repeats: as in `Priced`.
         memory: the memory that is counted.
     """
     # Gradients are summed over data axes, and over the axis that splits the sequence, only after
     # the last micro-batch. Until then each device holds its own sum, so these axes do not divide
     # its bytes; nor do they those of casts that are gathered once.
-    waits = data_axes | context_axes
-    undivided = tuple(1 if a in waits else n for a, n in enumerate(axis_sizes))
-    whole_sizes = tuple(axis_sizes)
+    waits = use.data_axes | use.context_axes
+    whole_sizes = use.mesh.shape
+    undivided = tuple(1 if a in waits else n for a, n in enumerate(whole_sizes))
     kept, local = [], []
     # Cached, because many arrays are split alike.
     parts: dict[object, Floats] = {}
@@ -109,7 +104,7 @@ def residents_model(
         if r.memory is not memory:
             continue
         gradient = repeats > 1 and r.category == "gradients"
-        gathered = gathers_once and (r.cast is not None or r.hoisted)
+        gathered = use.gathers_once and (r.cast is not None or r.hoisted)
         if r.node < 0:
             num_bytes = np.array([float(r.num_bytes)])
         else:
@@ -129,7 +124,7 @@ def residents_model(
         local_bytes=tuple(local),
         conversions=tuple(conversions),
     )
-    return keeping_casts(model) if gathers_once else model
+    return keeping_casts(model) if use.gathers_once else model
 
 
 def least_timeline(model: MemoryModel, allowed: Sequence[Ints]) -> Floats:

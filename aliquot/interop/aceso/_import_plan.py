@@ -15,6 +15,7 @@ import numpy as np
 from ...cluster import Cluster, LogicalMesh, subcluster, target_for
 from ...core import InfeasibleError, InputError, format_bytes, listing, shortened
 from ...cost import (
+    MeshUse,
     PipelinePrediction,
     PricedStage,
     make_problem,
@@ -332,22 +333,16 @@ def _solve(
     """A stage with the cheapest of the choices that its configuration leaves open."""
     problem, axes = split.problem, split.axes
     waits = problem.num_micro_batches > 1
-    priced = price(
-        problem,
-        LogicalMesh(shape=axes.sizes, axis_names=axes.names, cluster=problem.cluster),
-        repeats=problem.num_micro_batches,
+    use = MeshUse(
+        mesh=LogicalMesh(shape=axes.sizes, axis_names=axes.names, cluster=problem.cluster),
         data_axes=frozenset(
             a
             for a, name in enumerate(axes.names)
             if waits and name.startswith(DATA) and axes.sizes[a] > 1
         ),
-        choices=choices,
     )
-    space = Space(
-        name="imported",
-        priced=priced,
-        allowed=[np.ones(len(node.choices), bool) for node in priced.nodes],
-    )
+    priced = price(problem, use, repeats=problem.num_micro_batches, choices=choices)
+    space = Space.whole("imported", priced)
     # The splits that the degrees leave open matter little, so a wide gap is good enough.
     planner = ILP().coarser(relative_gap=1e-2, node_limit=50)
     solution = planner.solve(problem, space, memory_limit_bytes=task.limit_bytes)

@@ -6,11 +6,14 @@ import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...core import InfeasibleError, InputError, nearest
-from ...cost import AbstractChain, ChainPlan
+from ...cost import AbstractChain, ChainPlan, StageChoice, find_stage_faults
 from ...plans import training_schedules
 from .._helper import HelperProcess
+
+"""The work that a search has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,37 @@ def check_num_stages(chain: AbstractChain, num_stages: int | None) -> None:
         )
 
 
+def starts_in(
+    chains: Sequence[AbstractChain],
+    start: ChainPlan | None,
+    schedules: Sequence[str],
+    num_stages: int | None,
+) -> list[ChainPlan]:
+    """The plan to start from, perhaps of another planner, if it is among those searched."""
+    if start is None or start.schedule not in schedules:
+        return []
+    its_chains = [c for c in chains if c.num_micro_batches == start.num_micro_batches]
+    if not its_chains or num_stages not in (None, len(start.stages)):
+        return []
+    faults = find_stage_faults(
+        its_chains[0], start.stages, start.schedule, num_submeshes=start.num_submeshes
+    )
+    return [] if faults else [start]
+
+
+def proposed(
+    chain: AbstractChain, option: int, first: int, last: int, **settings: Any
+) -> StageChoice | None:
+    """A stage as its chain proposes it (see `AbstractChain.propose`), within the memory limit if
+    possible, so that errors can say how much it needs; None if the option cannot run its units.
+    """
+    for limit_bytes in (chain.memory_limit_bytes, math.inf):
+        choice = chain.propose(option, first, last, limit_bytes=limit_bytes, **settings)
+        if choice is not None:
+            return choice
+    return None
+
+
 def no_layout(chain: AbstractChain, num_stages: int | None) -> str:
     """The reason why there are no stages even without a memory limit."""
     sizes = ", ".join(sorted({f"{o.submesh[0]}x{o.submesh[1]}" for o in chain.options}))
@@ -169,3 +203,14 @@ def no_layout(chain: AbstractChain, num_stages: int | None) -> str:
         " units.\n  Offer submeshes that fill the cluster, such as one of all devices, or another"
         " number of stages."
     )
+
+
+class WorkLeft:
+    """The number of table entries that the solves of one search may still compute."""
+
+    def __init__(self, limit: float) -> None:
+        self.left = limit
+
+    def spend(self, work: float) -> None:
+        """Subtract work; what is left never goes below zero."""
+        self.left = max(0.0, self.left - work)

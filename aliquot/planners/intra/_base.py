@@ -42,6 +42,21 @@ class Space:
         """For each node, `(choices, axes)`."""
         return [node.choices for node in self.priced.nodes]
 
+    @property
+    def has_choices(self) -> bool:
+        """True if every node has a choice left."""
+        return all(mask.any() for mask in self.allowed)
+
+    @classmethod
+    def whole(cls, name: str, priced: Priced) -> Space:
+        """All choices that are priced."""
+        masks = [np.ones(len(node.choices), bool) for node in priced.nodes]
+        return cls(name=name, priced=priced, allowed=masks)
+
+    def among(self, masks: Masks) -> Space:
+        """The choices that some masks allow, too."""
+        return replace(self, allowed=[a & b for a, b in zip(self.allowed, masks, strict=True)])
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TooLarge:
@@ -265,14 +280,19 @@ class AbstractIntra(abc.ABC):
         return 0.0
 
 
-class AbstractRule(AbstractIntra):
-    """A planner that narrows what may be chosen; another, `rest`, decides among what is left."""
+class AbstractStepwise(AbstractIntra):
+    """A planner whose `begin` returns a search of its own, which `solve` takes to its end."""
 
-    rest: AbstractIntra
-
-    @property
-    def relative_gap(self) -> float:
-        return self.rest.relative_gap
+    @abc.abstractmethod
+    def begin(
+        self,
+        problem: Problem,
+        space: Space,
+        *,
+        memory_limit_bytes: float,
+        ceiling_s: float = np.inf,
+        notes: dict[str, Any] | None = None,
+    ) -> AbstractSearch: ...
 
     def solve(
         self,
@@ -282,10 +302,24 @@ class AbstractRule(AbstractIntra):
         memory_limit_bytes: float,
         ceiling_s: float = np.inf,
     ) -> IntraSolution | None:
-        """See `AbstractIntra.solve`. The space holds the rule's choices already."""
-        return self.rest.solve(
+        search = self.begin(
             problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
         )
+        return search.improve(ceiling_s) if search.bound() is not None else None
+
+
+class AbstractRule(AbstractStepwise):
+    """A planner that narrows what may be chosen; another, `rest`, decides among what is left."""
+
+    rest: AbstractIntra
+
+    @property
+    def relative_gap(self) -> float:
+        return self.rest.relative_gap
+
+    def restrict(self, problem: Problem, space: Space) -> Space:
+        """The choices of a space that follow the rule; all, where the space holds no others."""
+        return space
 
     def begin(
         self,
@@ -296,9 +330,12 @@ class AbstractRule(AbstractIntra):
         ceiling_s: float = np.inf,
         notes: dict[str, Any] | None = None,
     ) -> AbstractSearch:
-        return self.rest.begin(
-            problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s, notes=notes
-        )
+        def begin(space: Space) -> AbstractSearch:
+            limits = {"memory_limit_bytes": memory_limit_bytes, "ceiling_s": ceiling_s}
+            return self.rest.begin(problem, space, **limits, notes=notes)
+
+        ruled = self.restrict(problem, space)
+        return begin(ruled) if ruled.has_choices else NotSearched(space, begin, None)
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> Self:
         rest = self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit)
@@ -369,6 +406,45 @@ class SolvedAtOnce(AbstractSearch):
             if free
             else np.array([int(np.argmax(mask)) for mask in self._space.allowed], np.int64)
         )
+
+
+class NotSearched(AbstractSearch):
+    """A space that is not searched: nothing in it fits, or nothing is fast enough to be of use.
+
+    Args:
+        begin: begins the search, for messages on how much memory a step lacks.
+        bound_s: a lower bound in seconds; None if nothing fits.
+    """
+
+    def __init__(
+        self,
+        space: Space | TooLarge,
+        begin: Callable[[Space], AbstractSearch],
+        bound_s: float | None,
+    ) -> None:
+        self.lower_bound_s, self.gave_up = bound_s or 0.0, False
+        self._space, self._begin, self._bound_s = space, begin, bound_s
+
+    def start(self) -> float | None:
+        return self._bound_s
+
+    def bound(self, cutoff_s: float = np.inf) -> float | None:
+        return self._bound_s
+
+    @property
+    def picks(self) -> Ints | None:
+        return None
+
+    def incumbent(self) -> IntraSolution | None:
+        return None
+
+    def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
+        return None
+
+    def least_memory(self) -> Ints:
+        """Those of the search that did not begin, for which the space is priced."""
+        space = self._space
+        return self._begin(space.as_space if isinstance(space, TooLarge) else space).least_memory()
 
 
 def judge_picks(

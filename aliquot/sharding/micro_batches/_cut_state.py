@@ -67,7 +67,9 @@ def _ways(graph: Graph, positions: Iterable[int]) -> Iterator[dict[int, int]]:
         alike.setdefault(graph.values[graph.inputs[k].value].shape, []).append(k)
     rows = batch_size(graph)
     shapes = [shape for shape in alike if rows in shape]
-    dims = [[*(d for d, n in enumerate(shape) if n == rows), None] for shape in shapes]
+    dims = []
+    for shape in shapes:
+        dims.append([*(d for d, n in enumerate(shape) if n == rows), None])
     for chosen in itertools.islice(itertools.product(*dims), _MOST_WAYS):
         cuts = {
             k: dim

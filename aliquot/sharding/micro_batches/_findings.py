@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...graph import Call, DimRule, Graph, Literal, Op, Operand, Phase
+from ...graph import Call, DimRule, Graph, Literal, Op, Operand, Phase, ops_inside
 from .._dim_rule import dim_rule
 from . import _micro_calls as calls
 from ._blocks import finer_chunks, move_blocks
-from ._micro_calls import first_op, ops_of
+from ._micro_calls import first_op
 from ._time_specs import (
     EQUAL,
     Action,
@@ -111,10 +111,10 @@ class Findings:
 
     def _result_shapes(self, op: Op) -> list[tuple[Shape, Shape]]:
         other = self.part.ops[op.index].eqn.outvars
-        return [
-            (tuple(a.aval.shape), tuple(b.aval.shape))
-            for a, b in zip(op.eqn.outvars, other, strict=True)
-        ]
+        found = []
+        for a, b in zip(op.eqn.outvars, other, strict=True):
+            found.append((tuple(a.aval.shape), tuple(b.aval.shape)))
+        return found
 
     def same_results(self, op: Op) -> bool:
         """True if all results are as large on a part as on the whole batch."""
@@ -207,7 +207,7 @@ class Findings:
             return False
         feeds = any(self._feeds_backward[o] for o in call.outputs if o >= 0)
         early = feeds or phase is Phase.BACKWARD or not self.has_backward
-        return early or any(self._rule(self.whole.ops[k]).contracts for k in ops_of(call))
+        return early or any(self._rule(self.whole.ops[k]).contracts for k in ops_inside(call))
 
     def note_conflict(self, op: Op, specs: Sequence[TimeSpec], kind: TimeKind, reason: str) -> None:
         """Note the operators from which an operator's late (or whole) operands come."""
@@ -225,7 +225,7 @@ class Findings:
 
     def drop_decisions(self, call: Call) -> None:
         """Drop what was decided for the operators inside a call that runs once, as it is."""
-        for item in ops_of(call):
+        for item in ops_inside(call):
             self.actions.pop(item, None)
             for k in range(len(self.whole.ops[item].inputs)):
                 self.conversions.pop((item, k), None)

@@ -296,11 +296,10 @@ class _Cut:
         """True if all that crosses from the backward pass is sums over examples. Gradients are
         averaged together or summed together: they must keep their proportions.
         """
-        gradients = [
-            self.own.of(v)
-            for v in crossing
-            if v in self.after_backward and self._is_averaged(v) and not self.own.differs(v)
-        ]
+        gradients = []
+        for v in crossing:
+            if v in self.after_backward and self._is_averaged(v) and not self.own.differs(v):
+                gradients.append(self.own.of(v))
         counted = [own for own in gradients if not own.zero]
         return bool(counted) and all(own.degree == 1 for own in counted)
 

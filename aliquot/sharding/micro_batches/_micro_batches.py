@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...core import CaptureError, InputError
-from ...graph import Call, Graph, Literal, Op, Operand, Role
+from ...graph import Call, Graph, Literal, Operand, Role
 from ._findings import Findings
 from ._independent import Phased, cut_own
 from ._micro_batch_analysis import analyse
@@ -317,7 +317,20 @@ def _refusal(
     # One line for each place in the user's code: a layer that repeats would fill the message.
     for index in sorted(refused):
         op = graph.ops[index]
-        lines.setdefault(f"{describe(op)}: {refused[index]}", _reached(graph, op))
+        # Outputs that depend on an operator.
+        reached = {out for out in op.outputs if out >= 0}
+        for later in graph.ops[op.index + 1 :]:
+            if any(isinstance(i, int) and i in reached for i in later.inputs):
+                reached.update(out for out in later.outputs if out >= 0)
+        paths = []
+        for o in graph.outputs:
+            if isinstance(o.value, int) and o.value in reached:
+                paths.append(o.path or "the result")
+        # A gradient's way through a loop is hidden from this walk; the first result then stands for
+        # all.
+        first = paths[0] if paths else graph.outputs[0].path
+        more = f" and {len(paths) - 1} more outputs depend" if len(paths) > 1 else " depends"
+        lines.setdefault(f"{describe(op)}: {refused[index]}", f"{first}{more}")
     shown = list(lines.items())[:3]
     text = "".join(f"\n  - {line}; {reached} on it" for line, reached in shown)
     more = f"\n  - and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
@@ -345,21 +358,3 @@ def _or_independent(graph: Graph, num_micro_batches: int, on_missing_rule: str) 
         " micro-batch is then a step of its own, as by gradient accumulation, and the numbers are"
         " other than the whole batch's"
     )
-
-
-def _reached(graph: Graph, op: Op) -> str:
-    """Outputs that depend on an operator."""
-    reached = {out for out in op.outputs if out >= 0}
-    for later in graph.ops[op.index + 1 :]:
-        if any(isinstance(i, int) and i in reached for i in later.inputs):
-            reached.update(out for out in later.outputs if out >= 0)
-    paths = [
-        o.path or "the result"
-        for o in graph.outputs
-        if isinstance(o.value, int) and o.value in reached
-    ]
-    # A gradient's way through a loop is hidden from this walk; the first result then stands for
-    # all.
-    first = paths[0] if paths else graph.outputs[0].path
-    more = f" and {len(paths) - 1} more outputs depend" if len(paths) > 1 else " depends"
-    return f"{first}{more}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...graph import Call, Graph, Moves, Op, Phase, traits_of
+from ...graph import Call, Graph, Moves, Op, Phase, ops_inside, traits_of
 from ._time_specs import TimeKind, TimeSpec
 
 EFFECT = "it has an effect, which would happen for each micro-batch"
@@ -19,28 +19,17 @@ NOT_LINEAR = "it is not linear in a sum over the batch, and the examples need it
 """Why an operator before the update cannot wait for the last part."""
 
 
-def ops_of(call: Call) -> list[int]:
-    """The operators inside a structured one, in order."""
-    ops: list[int] = []
-    for block in call.blocks:
-        for item in block.items:
-            ops += ops_of(item) if isinstance(item, Call) else [item]
-    return ops
-
-
 def first_op(call: Call, graph: Graph) -> Op:
     """The operator that stands for a call in messages; one of its links where the body is empty."""
-    inside = ops_of(call)
-    if inside:
-        return graph.ops[inside[0]]
+    for op in ops_inside(call):
+        return graph.ops[op]
     results = set(call.outputs)
     return next(op for op in graph.ops if results & set(op.outputs))
 
 
 def phase_of(call: Call, graph: Graph) -> Phase:
     """The phase of a structured operator; that of the update where its body is empty."""
-    inside = ops_of(call)
-    return graph.ops[inside[0]].phase if inside else Phase.UPDATE
+    return next((graph.ops[op].phase for op in ops_inside(call)), Phase.UPDATE)
 
 
 def indexed_dims(op: Op) -> tuple[int, ...]:

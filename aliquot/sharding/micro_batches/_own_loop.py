@@ -83,7 +83,9 @@ def _are_turns(plan: MicroBatchPlan, loop: OwnLoop, ops: Sequence[OpId]) -> bool
     of_turns = set(ops_inside(loop.call)) - loop.additions
     otherwise = plan.actions.keys() | {op for op, _ in plan.conversions}
     calls = plan.early_calls | plan.late_calls
-    otherwise |= {op for call in calls for op in ops_inside(call)}
+    for call in calls:
+        for op in ops_inside(call):
+            otherwise.add(op)
     # Blocks of rows would be paired with others than in a turn.
     in_rows = all(spec.blocks <= 1 for spec in plan.specs)
     if not in_rows or any(ops[op] in of_turns for op in otherwise):

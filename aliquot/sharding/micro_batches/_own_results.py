@@ -122,12 +122,14 @@ class OwnResults:
 
     def _operands(self, op: Op) -> list[Own]:
         small = self._part.ops[op.index]
-        return [
-            self._scaled(i.value, j.value)
-            if isinstance(i, Literal) and isinstance(j, Literal)
-            else self.of(i)
-            for i, j in zip(op.inputs, small.inputs, strict=True)
-        ]
+        found = []
+        for i, j in zip(op.inputs, small.inputs, strict=True):
+            found.append(
+                self._scaled(i.value, j.value)
+                if isinstance(i, Literal) and isinstance(j, Literal)
+                else self.of(i)
+            )
+        return found
 
     def _scaled(self, whole: Any, part: Any) -> Own:
         """What a literal or constant tells by its values for the whole batch and for a part."""
@@ -146,10 +148,9 @@ class OwnResults:
     def _op(self, op: Op) -> None:
         small = self._part.ops[op.index]
         given = self._operands(op)
-        shapes = [
-            (tuple(a.aval.shape), tuple(b.aval.shape))
-            for a, b in zip(op.eqn.outvars, small.eqn.outvars, strict=True)
-        ]
+        shapes = []
+        for a, b in zip(op.eqn.outvars, small.eqn.outvars, strict=True):
+            shapes.append((tuple(a.aval.shape), tuple(b.aval.shape)))
         alike = all(a == b for a, b in shapes)
         if alike and all(own.kind is TimeKind.EQUAL for own in given):
             moved = given[0] if given and traits_of(op.name).moves is not None else SAME
@@ -291,7 +292,9 @@ class OwnResults:
                 return degree if updates else None
         if op.name in ("gather", "dynamic_slice"):
             return degree
-        kept = {c for dim in rule.results[position] for c in dim}
+        kept = set[str]()
+        for dim in rule.results[position]:
+            kept.update(dim)
         counted: set[str] = set()
         for k, dims in enumerate(differing):
             for d in dims:
@@ -436,7 +439,10 @@ def _rows(whole: Sequence[int], part: Sequence[int], parts: int) -> int | None:
 
 def _groups(linear: Sequence[int]) -> list[list[int]]:
     """Positions of the operands of each group in which an operator is linear."""
-    return [[k for k, g in enumerate(linear) if g == group] for group in sorted(set(linear) - {0})]
+    found = []
+    for group in sorted(set(linear) - {0}):
+        found.append([k for k, g in enumerate(linear) if g == group])
+    return found
 
 
 def _agreed(given: Sequence[Own]) -> int | None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core import CaptureError
-from ...graph import Block, Call, Graph, Literal, Op, Role
+from ...graph import Block, Call, Graph, Literal, Op
 
 # How a number that the step's code writes down may grow with the size of its batch.
 _POWERS = (1, -1, 2, -2, 0.5, -0.5)
@@ -27,9 +27,7 @@ _POWERS = (1, -1, 2, -2, 0.5, -0.5)
 
 def batch_size(graph: Graph) -> int:
     """Examples in the batch that a step was traced on."""
-    return next(
-        graph.values[item.value].shape[0] for item in graph.inputs if item.role is Role.BATCH
-    )
+    return graph.batch_sizes[0]
 
 
 def resized(small: Graph, large: Graph, size: int) -> Graph:
@@ -89,10 +87,9 @@ def own_of_one(small: Graph, large: Graph, third: Graph) -> Graph:
     ops = []
     for op, *others in zip(derived.ops, small.ops, large.ops, third.ops, strict=True):
         # Loops and programs inside of an operator are kept as they are.
-        kept = {
-            (other.trips, *[str(p) for p in other.params.values() if _shapes(p)])
-            for other in others
-        }
+        kept = set()
+        for other in others:
+            kept.add((other.trips, *[str(p) for p in other.params.values() if _shapes(p)]))
         if len(kept) > 1 or len({len(other.inputs) for other in others}) > 1:
             raise _irregular(op)
         inputs = list(op.inputs)
@@ -134,7 +131,9 @@ def _on_one(given: Sequence[Any], sizes: tuple[int, int, int], dtype: str) -> An
     error = 1e-6 if jnp.dtype(dtype).itemsize >= 4 else 2.0**-7
     (a, b, c), (first, second, third) = sizes, map(float, given)
     # By each law, the numbers on `b`, `c` and one examples.
-    laws = [[first * (n / a) ** power for n in (b, c, 1)] for power in _POWERS]
+    laws = []
+    for power in _POWERS:
+        laws.append([first * (n / a) ** power for n in (b, c, 1)])
     laws.append([first + (second - first) * ((n - a) / (b - a)) for n in (b, c, 1)])
     for of_second, of_third, of_one in laws:
         if math.isclose(of_second, second, rel_tol=error) and math.isclose(

@@ -189,7 +189,26 @@ def follow(
     elif TimeKind.CONCATENATE in kinds:
         outcome = _of_slices(op, rule, specs, positions)
     else:
-        return _of_equals(op, specs, shapes, parts, chunks)
+        # Equal operands give equal results, unless the size of the batch stands in the operator
+        # itself.
+        made = []
+        for whole, part in shapes:
+            found = spec_by_shape(whole, part, parts, chunks)
+            if found is None:
+                return "it makes an array of which more than one dim is the batch's"
+            made.append(found)
+        # Their elements are equal along the batch, or not written yet, so that a part may make them
+        # at its own size.
+        if all(spec.kind is not TimeKind.CONCATENATE for spec in made):
+            return Followed(results=tuple(made))
+        counts = op.name == "iota" and op.params["dimension"] == made[0].dim
+        if op.name in ("broadcast_in_dim", "empty", "empty2", "iota") and not counts:
+            return Followed(results=(split_at(made[0].dim, ANY),))
+        if counts:
+            return Followed(results=tuple(made), action=Action.SHIFT)
+        # Random bits depend on the position in the batch: made for the whole and sliced, they are
+        # the plain step's own numbers.
+        return Followed(results=tuple(made), action=Action.SLICE)
     return outcome if isinstance(outcome, str) else _checked(outcome, shapes, parts)
 
 
@@ -352,33 +371,3 @@ def _of_own_rows(
         return Followed(results=(split_at(dim, blocks),), conversions=((1, Conversion.LOCAL),))
     results = (split_at(specs[0].dim, blocks),)
     return Followed(results=results, conversions=((1, Conversion.LOCAL),))
-
-
-def _of_equals(
-    op: Op,
-    specs: Sequence[TimeSpec],
-    shapes: Sequence[tuple[Shape, Shape]],
-    parts: int,
-    chunks: int,
-) -> Followed | str:
-    """Equal operands give equal results, unless the size of the batch stands in the operator
-    itself.
-    """
-    results = []
-    for whole, part in shapes:
-        seen = spec_by_shape(whole, part, parts, chunks)
-        if seen is None:
-            return "it makes an array of which more than one dim is the batch's"
-        results.append(seen)
-    # Their elements are equal along the batch, or not written yet, so that a part may make them at
-    # its own size.
-    if all(spec.kind is not TimeKind.CONCATENATE for spec in results):
-        return Followed(results=tuple(results))
-    counts = op.name == "iota" and op.params["dimension"] == results[0].dim
-    if op.name in ("broadcast_in_dim", "empty", "empty2", "iota") and not counts:
-        return Followed(results=(split_at(results[0].dim, ANY),))
-    if counts:
-        return Followed(results=tuple(results), action=Action.SHIFT)
-    # Random bits depend on the position in the batch: made for the whole and sliced, they are the
-    # plain step's own numbers.
-    return Followed(results=tuple(results), action=Action.SLICE)

@@ -55,11 +55,10 @@ def _traced(
             " none of its arguments is an array that each step gets anew. Use num_micro_batches=1."
         )
     groups = f" on {num_groups} data-parallel groups" if num_groups > 1 else ""
-    wrong = [
-        f"{item.path} holds {graph.values[item.value].shape[0]}"
-        for item in batch
-        if graph.values[item.value].shape[0] % parts
-    ]
+    wrong = []
+    for item in batch:
+        if graph.values[item.value].shape[0] % parts:
+            wrong.append(f"{item.path} holds {graph.values[item.value].shape[0]}")
     if num_micro_batches < 1 or wrong:
         raise InputError(
             f"num_micro_batches={num_micro_batches}{groups} needs a batch that is a multiple of"
@@ -157,14 +156,16 @@ _FLOATS = ("float", "bfloat", "complex")
 
 def _arithmetic(graph: Graph) -> list[str]:
     """The operators that compute with floats, in program order."""
-    return [
-        op.name
-        for op in graph.ops
-        if op.name not in _PLACES
-        and traits_of(op.name).moves is None
-        and not op.is_link
-        and any(graph.values[o].dtype.startswith(_FLOATS) for o in op.outputs if o >= 0)
-    ]
+    found = []
+    for op in graph.ops:
+        if (
+            op.name not in _PLACES
+            and traits_of(op.name).moves is None
+            and not op.is_link
+            and any(graph.values[o].dtype.startswith(_FLOATS) for o in op.outputs if o >= 0)
+        ):
+            found.append(op.name)
+    return found
 
 
 def _trace(graph: Graph, size: int, *, own: bool = False) -> Graph:
@@ -200,7 +201,13 @@ def align(whole: Graph, part: Graph, *, own: bool = False) -> tuple[Graph, dict[
             a.name != b.name
             or (a.trips != b.trips and not own)
             or a.outputs != b.outputs
-            or not _same_operands(a, b)
+            or not (
+                len(a.inputs) == len(b.inputs)
+                and all(
+                    x == y if isinstance(x, int) else isinstance(y, Literal)
+                    for x, y in zip(a.inputs, b.inputs)
+                )
+            )
         ):
             raise _different(whole, a, b)
         if not own and (change := _other_parameter(a, b)):
@@ -236,12 +243,6 @@ def _same_operators(whole: Graph, part: Graph) -> bool:
     return [op.name for op in whole.ops] == [op.name for op in part.ops]
 
 
-def _same_operands(a: Op, b: Op) -> bool:
-    return len(a.inputs) == len(b.inputs) and all(
-        x == y if isinstance(x, int) else isinstance(y, Literal) for x, y in zip(a.inputs, b.inputs)
-    )
-
-
 # Parameters that follow from the shapes of operands and results, as a convolution's groups follow
 # from the features of its operands, and those with an entry for each dim that do so where the dim
 # has another size.
@@ -258,14 +259,18 @@ def _other_parameter(a: Op, b: Op) -> str:
         return ""
     for key, x in a.params.items():
         y = b.params.get(key)
-        if key in _OF_SHAPES or not (_is_plain(x) and _is_plain(y)) or _is_equal(x, y):
+        # NaN equals itself here.
+        is_equal = bool(x == y) or (x != x and y != y)
+        if key in _OF_SHAPES or not (_is_plain(x) and _is_plain(y)) or is_equal:
             continue
         if key in _OF_DIMS and x is not None and y is not None and len(x) == len(y):
             pairs = [(a.eqn.invars[0].aval.shape, b.eqn.invars[0].aval.shape)]
             pairs.append((a.eqn.outvars[0].aval.shape, b.eqn.outvars[0].aval.shape))
-            cut = {
-                d for m, n in pairs for d, (i, j) in enumerate(zip(m, n, strict=False)) if i != j
-            }
+            cut = set()
+            for m, n in pairs:
+                for d, (i, j) in enumerate(zip(m, n, strict=False)):
+                    if i != j:
+                        cut.add(d)
             if all(d in cut or x[d] == y[d] for d in range(len(x))):
                 continue
         return (
@@ -289,20 +294,14 @@ def _written(value: Any) -> str:
     return str(value)
 
 
-def _is_equal(x: Any, y: Any) -> bool:
-    """True if two plain values are the same, NaN included."""
-    return bool(x == y) or (x != x and y != y)
-
-
 def _different(graph: Graph, a: Op, b: Op, change: str = "") -> CaptureError:
-    sizes = [graph.values[item.value].shape[0] for item in graph.inputs if item.role is Role.BATCH]
     change = change or f"{describe(a)} becomes {describe(b)}"
     if a.trips != b.trips and a.name == b.name:
         change = f"the loop with {describe(a)} runs {b.trips} instead of {a.trips} times"
     return CaptureError(
-        f"{graph.name} is another program on a micro-batch than on the whole batch of {sizes[0]}:"
-        f" {change}. Its Python code looks at the size of the batch, or it loops over the batch."
-        " Use num_micro_batches=1."
+        f"{graph.name} is another program on a micro-batch than on the whole batch of"
+        f" {batch_size(graph)}: {change}. Its Python code looks at the size of the batch, or it"
+        " loops over the batch. Use num_micro_batches=1."
     )
 
 

@@ -84,6 +84,11 @@ def cut_exactly(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
     late_inputs = [*(i.value for i in whole.inputs), *early_values, *crossing]
     late = subgraph(whole, late_inputs, needs.late_items, [o.value for o in whole.outputs])
     early = subgraph(whole, [i.value for i in whole.inputs], needs.early_items, early_values)
+    # The values of which each part gets a slice, each with its batch dim.
+    candidates = [*(i.value for i in whole.inputs), *whole.constants, *early_values]
+    batch_dims = {
+        v: plan.specs[v].dim for v in candidates if plan.specs[v].kind is TimeKind.CONCATENATE
+    }
     return MicroBatchGraphs(
         early=early,
         # The constants of the step are inputs of the body, so that each part gets its slice of
@@ -92,22 +97,11 @@ def cut_exactly(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
         late=late,
         early_values=early_values,
         inside=tuple(inside),
-        sliced=_sliced(plan, early_values),
+        sliced=tuple(sorted(batch_dims.items())),
         crossing=crossing,
         group=rewriter.group,
         micro_batch=rewriter.micro_batch,
     )
-
-
-def _sliced(
-    plan: MicroBatchPlan, early_values: Iterable[ValueId]
-) -> tuple[tuple[ValueId, int], ...]:
-    whole = plan.whole
-    candidates = [*(i.value for i in whole.inputs), *whole.constants, *early_values]
-    batch_dims = {
-        v: plan.specs[v].dim for v in candidates if plan.specs[v].kind is TimeKind.CONCATENATE
-    }
-    return tuple(sorted(batch_dims.items()))
 
 
 def subgraph(

@@ -51,11 +51,10 @@ class Needs:
         """Mark the values that can be computed again from the step's inputs alone, since they do
         not depend on the batch.
         """
-        batch = {
-            i.value
-            for i in self.plan.whole.inputs
-            if self.plan.specs[i.value].kind is TimeKind.CONCATENATE
-        }
+        batch = set()
+        for i in self.plan.whole.inputs:
+            if self.plan.specs[i.value].kind is TimeKind.CONCATENATE:
+                batch.add(i.value)
         # Values of parameters and state alone can be computed again after the last part; none need
         # be kept from each part.
         known = {v: v not in batch for v in self._given}
@@ -114,11 +113,10 @@ class Needs:
             if isinstance(item, Call)
             else self.plan.whole.ops[item].phase
         )
-        kinds = {
-            self.plan.specs[v].kind
-            for v in (*self._inputs(item), *self._outputs(item))
-            if isinstance(v, int)
-        }
+        kinds = set()
+        for v in (*self._inputs(item), *self._outputs(item)):
+            if isinstance(v, int):
+                kinds.add(self.plan.specs[v].kind)
         return phase is Phase.UPDATE and kinds <= {TimeKind.EQUAL, TimeKind.LATE}
 
     def _find_body(self, items: Sequence[OpId | Call]) -> None:

@@ -1,4 +1,6 @@
-"""Cut of a step into micro-batches and stages at once: programs of stages, without devices."""
+"""Cut of a step into micro-batches and stages at once: programs of stages, without devices. Phases
+say where: forward and backward pass are the body, and the update follows.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,93 @@ from types import MappingProxyType
 
 import msgspec
 
-from ...graph import SHARED, Call, Graph, StageId, Staging, ValueId, ops_inside
-from ..micro_batches import MicroBatchPlan, plan_micro_batches
+from ...graph import (
+    NO_VALUE,
+    SHARED,
+    Call,
+    Graph,
+    Phase,
+    StageId,
+    Staging,
+    ValueId,
+    items_of,
+    ops_inside,
+)
+from ..micro_batches import MicroBatchPlan, Phased, TimeKind, plan_micro_batches
 from ._casts import cast_once
-from ._handed_on import written_in_place
+from ._crossing import written_in_place
 from ._layout import Layout
-from ._micro_batch_graphs import MicroBatchGraphs
-from ._phase_parts import cut_graph, phase_parts
+from ._micro_batch_graphs import MicroBatchGraphs, cut_exactly, subgraph
 from ._split_stages import Recompute, split_stages
 from ._stage_programs import StagePrograms
+
+
+def cut_graph(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
+    """The three graphs of a plan, exact or independent."""
+    return cut_exactly(plan, layout) if plan.phased is None else _own_parts(plan, plan.phased)
+
+
+def _own_parts(plan: MicroBatchPlan, phased: Phased) -> MicroBatchGraphs:
+    """Graphs of micro-batches that are steps of their own: the body as it is traced at their size,
+    the update as it stands in the step.
+    """
+    given = [i.value for i in plan.whole.inputs]
+    late = plan.part if phased.late_of_part else plan.whole
+    body = [plan.part.body.items[k] for k in phased.body]
+    return MicroBatchGraphs(
+        early=subgraph(plan.whole, given, [], []),
+        body=subgraph(plan.part, given, body, phased.crossing),
+        late=subgraph(
+            late,
+            [*given, *phased.crossing],
+            [late.body.items[k] for k in phased.late],
+            [o.value for o in plan.whole.outputs],
+        ),
+        early_values=(),
+        inside=(),
+        sliced=tuple(
+            (i.value, plan.specs[i.value].dim)
+            for i in plan.whole.inputs
+            if plan.specs[i.value].kind is TimeKind.CONCATENATE
+        ),
+        crossing=phased.crossing,
+        group=NO_VALUE,
+        micro_batch=NO_VALUE,
+        handed_on=phased.handed_on,
+    )
+
+
+def phase_parts(graph: Graph) -> MicroBatchGraphs:
+    """Graphs of a step that runs on its whole batch at once; nothing runs early, and nothing is
+    sliced.
+    """
+    items = items_of(graph)
+    given = [i.value for i in graph.inputs]
+    body = [item for item in items if item.phase is not Phase.UPDATE]
+    late = [item for item in items if item.phase is Phase.UPDATE]
+    made_in_body = set[ValueId]()
+    for item in body:
+        made_in_body.update(item.outputs)
+    wanted = {i for item in late for i in item.inputs} | {
+        o.value for o in graph.outputs if isinstance(o.value, int)
+    }
+    crossing = sorted(made_in_body & wanted)
+    return MicroBatchGraphs(
+        early=subgraph(graph, given, [], []),
+        body=subgraph(graph, given, [item.op_or_call for item in body], crossing),
+        late=subgraph(
+            graph,
+            [*given, *crossing],
+            [item.op_or_call for item in late],
+            [o.value for o in graph.outputs],
+        ),
+        early_values=(),
+        inside=(),
+        sliced=(),
+        crossing=tuple(crossing),
+        group=NO_VALUE,
+        micro_batch=NO_VALUE,
+    )
 
 
 class TimeCut(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -100,7 +180,16 @@ def cut_pipeline(
             if casts_once and plan.phased is None:
                 # What several stages read is cast once if all of them keep their casts.
                 shared = {SHARED} if len(casts_once) == staging.num_stages else set[StageId]()
-                parts = cast_once(parts, _stages_of(graph, staging), casts_once | shared)
+                # The stage of each value that an operator makes, also inside of structured
+                # operators.
+                stages: dict[ValueId, StageId] = {}
+                for item, stage in zip(staging.items, staging.stage, strict=True):
+                    inside = item.op_or_call
+                    ops = ops_inside(inside) if isinstance(inside, Call) else (inside,)
+                    for op in ops:
+                        for out in graph.ops[op].outputs:
+                            stages[out] = stage
+                parts = cast_once(parts, stages, casts_once | shared)
         cuts[number] = TimeCut(parts=parts, plan=plan, layout=layout)
         programs[number] = split_stages(
             parts, plan, staging, split_backward=split_backward, recompute=recompute
@@ -111,27 +200,16 @@ def cut_pipeline(
     )
 
 
-def _stages_of(graph: Graph, staging: Staging) -> dict[ValueId, StageId]:
-    """The stage of each value that an operator makes, also inside of structured operators."""
-    stages: dict[ValueId, StageId] = {}
-    for item, stage in zip(staging.items, staging.stage, strict=True):
-        inside = item.op_or_call
-        ops = ops_inside(inside) if isinstance(inside, Call) else (inside,)
-        stages |= {out: stage for op in ops for out in graph.ops[op].outputs}
-    return stages
-
-
 def _mixed(by_stage: Sequence[StagePrograms]) -> StagePrograms:
     """Each stage's programs from the cut for its own number of groups, without those that make
     nothing.
     """
     first = by_stage[0]
-    by_key = {
-        (p.stage, p.part, p.round): p
-        for k, cut in enumerate(by_stage)
-        for p in cut.programs
-        if p.stage == k
-    }
+    by_key = {}
+    for k, cut in enumerate(by_stage):
+        for p in cut.programs:
+            if p.stage == k:
+                by_key[(p.stage, p.part, p.round)] = p
     programs = [by_key[p.stage, p.part, p.round] for p in first.programs]
     useful = tuple(p for p in programs if p.exports or p.totals or p.stacked or p.handed_on)
     return StagePrograms(

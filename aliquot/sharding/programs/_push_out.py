@@ -33,13 +33,14 @@ def push_out(
     ops, items = parts.body.ops, parts.body.body.items
     # Only operators whose inputs were not converted for micro-batches: the others are not the sums
     # of the late graph.
-    as_before = [
-        k
-        for k in items
-        if isinstance(k, int)
-        and k < len(parts.late.ops)
-        and ops[k].inputs == parts.late.ops[k].inputs
-    ]
+    as_before = []
+    for k in items:
+        if (
+            isinstance(k, int)
+            and k < len(parts.late.ops)
+            and ops[k].inputs == parts.late.ops[k].inputs
+        ):
+            as_before.append(k)
     maker = {o: k for k in as_before if _adds(ops[k], plan) for o in ops[k].outputs}
     sources = _sources(parts, maker, staging)
     readers = Counter(i for item in items_of(parts.body) for i in item.inputs)
@@ -92,9 +93,10 @@ def _sources(
     parts: MicroBatchGraphs, maker: Mapping[ValueId, OpId], staging: Staging
 ) -> dict[ValueId, frozenset[StageId]]:
     """For each value of `maker` the stages whose results it adds up."""
-    stage_of = {
-        o: s for item, s in zip(staging.items, staging.stage, strict=True) for o in item.outputs
-    }
+    stage_of = {}
+    for item, s in zip(staging.items, staging.stage, strict=True):
+        for o in item.outputs:
+            stage_of[o] = s
     sources: dict[ValueId, frozenset[StageId]] = {}
 
     def of(value: Operand) -> frozenset[StageId]:

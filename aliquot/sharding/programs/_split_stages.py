@@ -32,7 +32,7 @@ from ...graph import (
     recomputed_runs,
 )
 from ..micro_batches import MicroBatchPlan
-from ._handed_on import require_one_stage
+from ._crossing import require_one_stage
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 from ._push_out import push_out
 from ._split_update import Update
@@ -266,9 +266,10 @@ class _Body:
         the forward program.
         """
         graph = self._graphs.body
-        shared = {
-            o for item in self._items if self._stage[id(item)] == SHARED for o in item.outputs
-        }
+        shared = set[ValueId]()
+        for item in self._items:
+            if self._stage[id(item)] == SHARED:
+                shared.update(item.outputs)
         free = self._given | self._early | {self._graphs.group, self._graphs.micro_batch} | shared
         free |= graph.constants.keys()
         for stage in map(StageId, range(self._staging.num_stages)):
@@ -288,7 +289,9 @@ class _Body:
         programs = []
         wanted = set(wanted)
         for draft in self._drafts_by.values():
-            inside = {o for item in draft.assigned for o in item.outputs}
+            inside = set[ValueId]()
+            for item in draft.assigned:
+                inside.update(item.outputs)
             inside -= {new for _, new in self._graphs.handed_on}
             totals = tuple(
                 sorted(v for v in inside & wanted if self.stage_of_value[v] == draft.stage)
@@ -311,8 +314,13 @@ class _Body:
         plan: MicroBatchPlan | None = None,
     ) -> StageProgram:
         """The program of a draft. It returns the values that other programs read, and `totals`."""
-        made_here = {o for item in draft.assigned for o in item.outputs}
-        read_elsewhere = {i for other in drafts.values() if other is not draft for i in other.reads}
+        made_here = set[ValueId]()
+        for item in draft.assigned:
+            made_here.update(item.outputs)
+        read_elsewhere = set()
+        for other in drafts.values():
+            if other is not draft:
+                read_elsewhere.update(other.reads)
         exports = tuple(sorted(made_here & read_elsewhere))
         # Values that cannot be added up, such as slices of the batch, are kept part by part.
         stacked = tuple(v for v in totals if plan is not None and not plan.is_summed(v))
@@ -377,7 +385,11 @@ def _early_programs(
     items = items_of(parts.early)
     early_programs = []
     for stage in sorted({p.stage for p in programs if p.early}):
-        wanted = {outside.get(v, v) for p in programs if p.stage == stage for v in p.early}
+        wanted = set()
+        for p in programs:
+            if p.stage == stage:
+                for v in p.early:
+                    wanted.add(outside.get(v, v))
         need = set(wanted)
         items_of_stage: list[Item] = []
         # In reverse, so that all readers of an item come before it.

@@ -86,9 +86,9 @@ class Update:
                 readers.setdefault(i, set()).add(k)
         # In reverse, so that a chain of items is deferred as a whole.
         for k in range(len(self._items) - 1, -1, -1):
-            readers_of_item = {
-                reader for o in self._items[k].outputs for reader in readers.get(o, ())
-            }
+            readers_of_item = set[int]()
+            for o in self._items[k].outputs:
+                readers_of_item.update(readers.get(o, ()))
             if readers_of_item and all(
                 self._stage[reader] == self._stage[k] != SHARED for reader in readers_of_item
             ):

@@ -11,7 +11,7 @@ from aliquot.core import InfeasibleError, InputError
 from aliquot.cost import Chain, StageOption, find_stage_faults, judge_stages
 from aliquot.planners.inter import Grid, StageDP
 from aliquot.planners.inter.stages._devices import DeviceProgram
-from aliquot.planners.inter.stages._tables import RunMinima
+from aliquot.planners.inter.stages._limits import RunMinima
 
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved-1f1b", "1f1b-overlap-friendly")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ....core import InfeasibleError, InputError, nearest
-from ....cost import AbstractChain, ChainPlan, find_stage_faults
+from ....cost import AbstractChain, ChainPlan
 from ....plans import training_schedules
 from ..._helper import HelperProcess
 from .._base import (
@@ -19,6 +19,7 @@ from .._base import (
     check_chains,
     check_num_stages,
     no_layout,
+    starts_in,
 )
 from .._simulated import fastest, simulated
 from ..grid import nothing_fits
@@ -71,30 +72,24 @@ class Bottleneck(AbstractInter):
             if (value := getattr(self, name)) is not None and value < 1
         ]
         known = training_schedules()
-        faults += [
-            f"there is no schedule {name!r}: {nearest(name, known)}"
-            for name in self.schedules
-            if name not in known
-        ]
+        for name in self.schedules:
+            if name not in known:
+                faults.append(f"there is no schedule {name!r}: {nearest(name, known)}")
         if not self.schedules:
             faults.append(f"no schedule to choose from; known are {', '.join(known)}")
         if faults:
             raise InputError(f"Bottleneck cannot search: {'; '.join(faults)}.")
 
-    @property
-    def method(self) -> str:
-        return "bottleneck"
+    method = "bottleneck"
 
-    @property
-    def searches(self) -> bool:
-        return True
+    searches = True
 
     @property
     def asked_stages(self) -> int | None:
         return self.num_stages
 
     def check_limits(self, limits: StageLimits) -> None:
-        """See `AbstractInter.check_limits`: this planner supports all of them."""
+        """This planner supports all of them."""
 
     def solve(
         self,
@@ -104,7 +99,7 @@ class Bottleneck(AbstractInter):
         helper: HelperProcess | None = None,
         start: ChainPlan | None = None,
     ) -> ChainPlan:
-        """See `AbstractInter.solve`. `limits.faster_than_s` ends no search early."""
+        """`limits.faster_than_s` ends no search early."""
         schedules = (limits.schedule,) if limits.schedule else self.schedules
         num_stages = limits.num_stages or self.num_stages
         check_chains(chains)
@@ -122,9 +117,7 @@ class Bottleneck(AbstractInter):
             most_chunks=self.most_chunks,
             num_stages=num_stages,
         )
-        starts = []
-        if start is not None:
-            starts = [start] if _may_start(ordered, start, schedules, num_stages) else []
+        starts = starts_in(ordered, start, schedules, num_stages)
         relief = Relief(around)
         relief.run(
             starts=self.starts,
@@ -167,32 +160,18 @@ def _candidates(variants: Sequence[Variant], plan: ChainPlan) -> list[Candidate]
         if not in_order or stage.unit_options:
             return []
         devices += variants[0].chain.options[stage.option].num_devices
-    return [
-        Candidate(
-            variant=k,
-            options=tuple(stage.option for stage in plan.stages),
-            units=tuple(stage.last_unit - stage.first_unit for stage in plan.stages),
-            num_submeshes=plan.num_submeshes,
-        )
-        for k, variant in enumerate(variants)
-        if variant.schedule == plan.schedule
-        and variant.chain.num_micro_batches == plan.num_micro_batches
-    ]
-
-
-def _may_start(
-    chains: Sequence[AbstractChain],
-    start: ChainPlan,
-    schedules: Sequence[str],
-    num_stages: int | None,
-) -> bool:
-    """True if a plan, which may come from another planner, is among those searched."""
-    its_chains = [c for c in chains if c.num_micro_batches == start.num_micro_batches]
-    return (
-        bool(its_chains)
-        and start.schedule in schedules
-        and num_stages in (None, len(start.stages))
-        and not find_stage_faults(
-            its_chains[0], start.stages, start.schedule, num_submeshes=start.num_submeshes
-        )
-    )
+    found = []
+    for k, variant in enumerate(variants):
+        if (
+            variant.schedule == plan.schedule
+            and variant.chain.num_micro_batches == plan.num_micro_batches
+        ):
+            found.append(
+                Candidate(
+                    variant=k,
+                    options=tuple(stage.option for stage in plan.stages),
+                    units=tuple(stage.last_unit - stage.first_unit for stage in plan.stages),
+                    num_submeshes=plan.num_submeshes,
+                )
+            )
+    return found

@@ -130,15 +130,18 @@ class Neighbours:
     def _rounds(self, v: int) -> list[tuple[int, ...]]:
         """Numbers of devices of interleaved stages, on equal submeshes."""
         chain = self.variants[v].chain
-        return [
-            (size,) * (chunks * submeshes)
-            for size in self.options[v]
-            for submeshes in (chain.num_devices // size,)
-            if submeshes > 1 and submeshes * size == chain.num_devices
-            if all(chain.fits_at(k * size, size) for k in range(submeshes))
-            for chunks in range(2, self._most_chunks + 1)
-            if self._may_have(chunks * submeshes)
-        ]
+        found = []
+        for size in self.options[v]:
+            for submeshes in (chain.num_devices // size,):
+                if (
+                    submeshes > 1
+                    and submeshes * size == chain.num_devices
+                    and all(chain.fits_at(k * size, size) for k in range(submeshes))
+                ):
+                    for chunks in range(2, self._most_chunks + 1):
+                        if self._may_have(chunks * submeshes):
+                            found.append((size,) * (chunks * submeshes))
+        return found
 
     def _may_have(self, num_stages: int) -> bool:
         return num_stages <= self._most_stages and self._num_stages in (None, num_stages)
@@ -198,7 +201,11 @@ def _shares(devices: int) -> list[tuple[int, ...]]:
     sizes = [2**k for k in range(devices.bit_length()) if 2**k <= devices]
     if devices > _MOST_ORDERED:
         return [(size,) * (devices // size) for size in sizes if devices % size == 0]
-    return [(size, *rest) for size in sizes for rest in _shares(devices - size)]
+    found = []
+    for size in sizes:
+        for rest in _shares(devices - size):
+            found.append((size, *rest))
+    return found
 
 
 def _parts(devices: int, count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -329,7 +336,20 @@ def _change_variant(around: Neighbours, at: Candidate, worst: int) -> Iterator[C
     recomputation stay if possible.
     """
     variant = around.variants[at.variant]
-    for other in _next_variants(around, variant):
+    # Variants with the chains before and after, then those of other schedules that put stages on
+    # submeshes in the same way.
+    places = []
+    interleaves = schedule_kind(variant.schedule).interleaves
+    for step in (-1, 1, 0):
+        for v, each in enumerate(around.variants):
+            if each.number != variant.number + step:
+                continue
+            if step and each.schedule == variant.schedule:
+                places.append(v)
+            same_places = schedule_kind(each.schedule).interleaves == interleaves
+            if not step and each.schedule != variant.schedule and same_places:
+                places.append(v)
+    for other in places:
         options = []
         for option in at.options:
             old = variant.chain.options[option]
@@ -341,24 +361,6 @@ def _change_variant(around: Neighbours, at: Candidate, worst: int) -> Iterator[C
             options += [*alike, *rows][:1]
         if len(options) == len(at.options):
             yield replace(at, variant=other, options=tuple(options))
-
-
-def _next_variants(around: Neighbours, at: Variant) -> list[int]:
-    """Variants with the chains before and after, then those of other schedules that put stages on
-    submeshes in the same way.
-    """
-    found = []
-    interleaves = schedule_kind(at.schedule).interleaves
-    for step in (-1, 1, 0):
-        for v, variant in enumerate(around.variants):
-            if variant.number != at.number + step:
-                continue
-            if step and variant.schedule == at.schedule:
-                found.append(v)
-            same_places = schedule_kind(variant.schedule).interleaves == interleaves
-            if not step and variant.schedule != at.schedule and same_places:
-                found.append(v)
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

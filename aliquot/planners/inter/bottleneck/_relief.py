@@ -7,9 +7,7 @@ All candidates of a hop are quoted at once. The search has no clock, and is dete
 
 from __future__ import annotations
 
-import functools
 import heapq
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +15,7 @@ import numpy as np
 
 from ....cost import ChainPlan, StageChoice, judge_stages
 from ....plans import schedule_kind
+from .._base import proposed
 from ._moves import Candidate, Floats, Ints, Neighbours
 
 _MOST_PUSHED = 5
@@ -141,16 +140,10 @@ class Relief:
             self._in_flight(candidate),
             strict=True,
         ):
-            propose = functools.partial(
-                chain.propose,
-                option,
-                i,
-                j,
-                first_device=device,
-                in_flight=kept,
-                chunks=len(candidate.options) // candidate.num_submeshes,
+            chunks = len(candidate.options) // candidate.num_submeshes
+            choice = proposed(
+                chain, option, i, j, first_device=device, in_flight=kept, chunks=chunks
             )
-            choice = propose(limit_bytes=chain.memory_limit_bytes) or propose(limit_bytes=math.inf)
             assert choice is not None, "stages that cannot be run are not among the candidates"
             stages.append(choice)
         return stages
@@ -230,7 +223,7 @@ class Relief:
         peak_bytes = quoted.peak_bytes.max(axis=1)
         excess = np.maximum(peak_bytes - chain.memory_limit_bytes, 0.0)
         rows = zip(excess.tolist(), step_s.tolist(), stage_s, quoted.peak_bytes, strict=True)
-        return [
-            Score(excess_bytes=over, step_s=seconds, stage_s=times, stage_bytes=needs)
-            for over, seconds, times, needs in rows
-        ]
+        found = []
+        for over, seconds, times, needs in rows:
+            found.append(Score(excess_bytes=over, step_s=seconds, stage_s=times, stage_bytes=needs))
+        return found

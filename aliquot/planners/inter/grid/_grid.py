@@ -1,11 +1,9 @@
-"""`Grid`: the same degrees of data and tensor parallelism in all stages, as experts set them by
-hand.
+"""`Grid` and `EqualStages`: the same degrees of data and tensor parallelism in all stages, searched
+for or given, as experts set them by hand.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +17,9 @@ from ....cost import (
     find_stage_faults,
     judge_stages,
 )
-from ....plans import SCHEDULES, name_of_part
+from ....plans import GIVEN_LAYOUT, SCHEDULES, name_of_part
 from ..._helper import HelperProcess
-from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
+from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains, proposed
 from .._less_recomputed import recomputing_less
 from .._simulated import fastest, simulated, worth_simulating
 
@@ -50,20 +48,16 @@ class Grid(AbstractInter):
 
     simulated: int = 3
 
-    @property
-    def of_whole_layers(self) -> bool:
-        return True
+    of_whole_layers = True
 
-    @property
-    def method(self) -> str:
-        return "grid"
+    method = "grid"
 
     @property
     def own_way(self) -> str:
         return f"has a schedule of its own, {GRID_SCHEDULE}"
 
     def check_limits(self, limits: StageLimits) -> None:
-        """See `AbstractInter.check_limits`: a number of stages is kept to."""
+        """A number of stages is kept to."""
         AbstractInter.check_limits(self, replace(limits, num_stages=None))
 
     def solve(
@@ -74,7 +68,7 @@ class Grid(AbstractInter):
         helper: HelperProcess | None = None,
         start: ChainPlan | None = None,
     ) -> ChainPlan:
-        """See `AbstractInter.solve`. It tries every grid and ignores `start`."""
+        """It tries every grid and ignores `start`."""
         self.check_limits(limits)
         check_chains(chains)
         every = [(plan, chain) for chain in chains for plan in layouts(chain)]
@@ -175,8 +169,8 @@ def _equal_stages(
     size = chain.options[option].num_devices
     stages = []
     for stage, (first, last) in enumerate(zip(edges, edges[1:])):
-        propose = functools.partial(
-            chain.propose,
+        choice = proposed(
+            chain,
             option,
             first,
             last,
@@ -184,8 +178,6 @@ def _equal_stages(
             in_flight=float(in_flight[stage]),
             chunks=-(-count // submeshes),
         )
-        # Keep stages that do not fit, so that the error can say how much memory they need.
-        choice = propose(limit_bytes=chain.memory_limit_bytes) or propose(limit_bytes=math.inf)
         if choice is None:
             return []
         stages.append(choice)
@@ -225,3 +217,123 @@ def nothing_fits(
         available_bytes=int(chain.memory_limit_bytes),
         parts=parts,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualStages(AbstractInter):
+    """Stages of equal depth with given degrees of data and tensor parallelism, 1f1b or, with
+    several stages on each submesh, interleaved-1f1b: a layout that is given, not searched.
+
+    As in `Grid`, layers are numbered modules, with what precedes the first and follows the last. If
+    the number of stages does not divide the layers, later stages have one more. If there are more
+    stages than layers, the last submeshes have one stage less. So many stages recompute as do not
+    fit otherwise, and of several numbers of micro-batches the fastest is taken.
+
+    Attributes:
+        data, expert, context, tensor: degrees inside each stage.
+        num_submeshes: how many submeshes, the pipeline's degree.
+        chunks: stages of each.
+        stage_layers: layers of each stage in the order of the layers, where they are not equal.
+        name: the method's name, as plans show it.
+    """
+
+    data: int
+    tensor: int
+    num_submeshes: int
+    chunks: int = 1
+    expert: int = 1
+    context: int = 1
+    stage_layers: tuple[int, ...] = ()
+    name: str = "megatron"
+
+    of_whole_layers = True
+
+    @property
+    def method(self) -> str:
+        return self.name
+
+    @property
+    def own_way(self) -> str:
+        kind = "given" if self.stage_layers else "equal"
+        return f"has {self.num_submeshes * self.chunks} {kind} stages, with {self._schedule}"
+
+    def solve(
+        self,
+        chains: Sequence[AbstractChain],
+        *,
+        limits: StageLimits = NO_LIMITS,
+        helper: HelperProcess | None = None,
+        start: ChainPlan | None = None,
+    ) -> ChainPlan:
+        """The layout is given, whatever there is to start from."""
+        self.check_limits(limits)
+        check_chains(chains)
+        layers, given = len(layer_starts(chains[0].unit_names)), sum(self.stage_layers)
+        if self.stage_layers and given != layers:
+            raise InputError(
+                f"The stages of {self.name} have {given} layers, and the step can be cut into"
+                f" {layers}: give stages that make up {layers} layers."
+            )
+        plans = []
+        for chain in chains:
+            for plan in layouts(chain, self._schedule, self.chunks, self.stage_layers):
+                if self._is_asked_for(plan, chain):
+                    plans.append((plan, chain))
+        if not plans:
+            raise InputError(self._refusal(chains[0]))
+        fitting = [
+            (plan, chain) for plan, chain in plans if plan.peak_bytes <= chain.memory_limit_bytes
+        ]
+        fitting.sort(key=lambda pair: pair[0].closed_form_s)
+        best = fastest(
+            [simulated(chains, plan) for plan in worth_simulating(fitting, len(fitting))]
+        )
+        if best is None:
+            raise nothing_fits(plans, f"plan of layout {self._degrees}", is_given=True)
+        return replace(best, status=GIVEN_LAYOUT)
+
+    @property
+    def _schedule(self) -> str:
+        return GRID_SCHEDULE if self.chunks == 1 else "interleaved-1f1b"
+
+    @property
+    def _degrees(self) -> str:
+        expert = f"ep{self.expert}," if self.expert > 1 else ""
+        context = f"cp{self.context}," if self.context > 1 else ""
+        chunks = f",vpp{self.chunks}" if self.chunks > 1 else ""
+        return f"dp{self.data},{expert}{context}tp{self.tensor},pp{self.num_submeshes}{chunks}"
+
+    def _is_asked_for(self, plan: ChainPlan, chain: AbstractChain) -> bool:
+        option = chain.options[plan.stages[0].option]
+        others = self.expert * self.context * self.tensor
+        degrees = option.dp, option.tp, plan.num_submeshes
+        return degrees == (self.data, others, self.num_submeshes)
+
+    def _refusal(self, chain: AbstractChain) -> str:
+        if self.num_submeshes > chain.num_units == 1:
+            return (
+                f"{self.num_submeshes} stages were asked for, and no place was found where the step"
+                " can be cut into stages: a pipeline needs layers that follow one another, outside"
+                " of loops that run them all. If the step accumulates gradients in a loop of its"
+                " own, take that loop out and give num_micro_batches (--micro-batches) instead;"
+                " otherwise use pp1."
+            )
+        if self.num_submeshes > chain.num_units:
+            return (
+                f"{self.num_submeshes} stages were asked for, and the step can be cut into"
+                f" {chain.num_units} at most. Use pp{chain.num_units} or fewer."
+            )
+        most = -(-chain.num_units // self.num_submeshes)
+        if self.chunks > most:
+            return (
+                f"pp{self.num_submeshes},vpp{self.chunks} makes"
+                f" {self.num_submeshes * self.chunks} stages, and the step can be cut into"
+                f" {chain.num_units} at most, which would leave every submesh a chunk without a"
+                f" layer. Use vpp{most} or fewer."
+            )
+        hosts, per_host = chain.num_hosts, chain.devices_per_host
+        return (
+            f"{self._degrees} cannot be laid out over"
+            f" {hosts}x{per_host} devices: in a pipeline tp must divide the {per_host} devices of a"
+            " host, and a stage takes whole hosts or a part of one."
+        )

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from ....cost import Chain, PrefixSums, StageChoice, chain_in_flight, evaluate_form
 from ....plans import Keeps, schedule_kind
 from ._boxes import StageSolution
-from ._limits import Reach, memory_ends, reach_within, simple_lows
-from ._tables import Floats, Ints, RunMinima
+from ._limits import Floats, Ints, Reach, RunMinima, memory_ends, reach_within, simple_lows
 
 Stages = tuple[StageChoice, ...]
 

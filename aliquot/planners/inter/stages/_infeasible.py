@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from ....core import InfeasibleError, counted, format_bytes
 from ....cost import AbstractChain, Chain, ChainPlan, PrefixSums, judge_stages
 from ....plans import Keeps, name_of_part, schedule_kind
-from .._base import no_layout
-from .._work import WorkLeft
+from .._base import WorkLeft, no_layout
 from ._devices import DeviceProgram
 from ._rounds import RoundsProgram, round_counts
 from ._tabulated import TabulatedProgram, tabulated_programs
@@ -51,6 +50,15 @@ def nothing_fits(
     listed = ", ".join(f"{format_bytes(v)} {name_of_part(name)}" for name, v in parts.items())
     limit = chain.memory_limit_bytes
     names = chain.unit_names[stage.first_unit], chain.unit_names[stage.last_unit - 1]
+    first, state_bytes, advice = chains[0], parts["state"], []
+    if schedule_kind(plan.schedule).keeps is not Keeps.ALL and state_bytes < limit:
+        most = max(c.num_micro_batches for c in chains)
+        advice.append(f"more micro-batches (now at most {most})")
+    if all(option.recompute == "none" for option in first.options) and state_bytes < limit:
+        advice.append("options that recompute in the backward pass")
+    if num_stages is not None:
+        advice.append("another number of stages")
+    advice.append(f"more such devices (now {first.num_devices})")
     return InfeasibleError(
         f"No pipeline{of_stages} fits {chain.num_hosts}x{chain.devices_per_host} devices"
         f" ({format_bytes(limit)} usable on each).\n  The smallest found, {plan.schedule} with"
@@ -58,7 +66,7 @@ def nothing_fits(
         f" {counted(plan.num_micro_batches, 'micro-batch')}, needs"
         f" {format_bytes(figures.peak_bytes)} on stage {k} ({names[0]} to {names[1]},"
         f" {chain.options[stage.option].name}): {listed}.",
-        advice=_remedy(chains, plan, parts, limit, num_stages),
+        advice=advice,
         required_bytes=int(figures.peak_bytes),
         available_bytes=int(limit),
         parts=parts,
@@ -141,25 +149,3 @@ def _bisect(
         if smaller.peak_bytes < best.peak_bytes:
             best = smaller
     return best
-
-
-def _remedy(
-    chains: Sequence[AbstractChain],
-    plan: ChainPlan,
-    parts: dict[str, float],
-    limit: float,
-    num_stages: int | None,
-) -> list[str]:
-    """Changes that may make it fit."""
-    chain = chains[0]
-    fixed = parts["state"]
-    advice = []
-    if schedule_kind(plan.schedule).keeps is not Keeps.ALL and fixed < limit:
-        most = max(c.num_micro_batches for c in chains)
-        advice.append(f"more micro-batches (now at most {most})")
-    if all(option.recompute == "none" for option in chain.options) and fixed < limit:
-        advice.append("options that recompute in the backward pass")
-    if num_stages is not None:
-        advice.append("another number of stages")
-    advice.append(f"more such devices (now {chain.num_devices})")
-    return advice

@@ -25,8 +25,7 @@ from ....cost import (
     chain_in_flight,
     judge_stages,
 )
-from ._limits import memory_ends
-from ._tables import Floats, Ints, last_within
+from ._limits import Floats, Ints, last_within, memory_ends
 
 # Allowances for the slowest stage: if it may be a little slower, the sum over all stages may be
 # smaller.
@@ -65,7 +64,11 @@ def recuts(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[ChainPlan
     if chain.overlaps_transfers or plan.num_submeshes != len(plan.stages) or len(plan.stages) == 1:
         return ()
     costs, ends = _stage_costs(chain, tables, plan)
-    slowest = _least_maximum(costs)
+    # The least cost of the costliest stage over all cuts; infinite if there are none.
+    reached = np.where(np.arange(len(costs[0])) == 0, 0.0, np.inf)
+    for stage in costs:
+        reached = np.maximum(_windows(reached[:-1], stage.shape[1], np.inf), stage).min(axis=1)
+    slowest = float(reached[-1])
     cuts = []
     for slack in _SLACKS if np.isfinite(slowest) else ():
         edges = _least_sum(
@@ -158,20 +161,11 @@ def _windows(values: NDArray[Any], width: int, outside: float) -> NDArray[Any]:
 def _edge_s(chain: Chain, before: StageChoice, behind: StageChoice) -> Floats:
     """[U - 1], the transfer between two stages in one direction, for a cut before unit 1, 2, ..."""
     sender, receiver = (chain.options[stage.option].num_devices for stage in (before, behind))
-    hosts = {
-        device // chain.devices_per_host
-        for stage, size in ((before, sender), (behind, receiver))
-        for device in (stage.first_device, stage.first_device + size - 1)
-    }
+    hosts = set()
+    for stage, size in ((before, sender), (behind, receiver)):
+        for device in (stage.first_device, stage.first_device + size - 1):
+            hosts.add(device // chain.devices_per_host)
     return chain.transfer_s(chain.boundary_bytes[:-1], sender, receiver, len(hosts) > 1)
-
-
-def _least_maximum(costs: Sequence[Floats]) -> float:
-    """The least cost of the costliest stage over all cuts; infinite if there are none."""
-    reached = np.where(np.arange(len(costs[0])) == 0, 0.0, np.inf)
-    for stage in costs:
-        reached = np.maximum(_windows(reached[:-1], stage.shape[1], np.inf), stage).min(axis=1)
-    return float(reached[-1])
 
 
 def _least_sum(costs: Sequence[Floats]) -> list[int]:

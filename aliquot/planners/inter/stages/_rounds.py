@@ -11,8 +11,7 @@ import numpy as np
 from ....cost import Chain, PrefixSums, StageChoice, chain_in_flight, evaluate_form
 from ....plans import schedule_kind
 from ._boxes import StageSolution
-from ._limits import memory_ends, reach_within, simple_lows
-from ._tables import Floats, Ints, RunMinima
+from ._limits import Floats, Ints, RunMinima, memory_ends, reach_within, simple_lows
 
 
 class RoundsProgram:
@@ -116,11 +115,10 @@ class RoundsProgram:
         chain, size = self.chain, self._size
         if sender == receiver:
             return np.zeros(chain.num_units)
-        ends = {
-            (submesh * size + k) // chain.devices_per_host
-            for submesh in (sender, receiver)
-            for k in (0, size - 1)
-        }
+        ends = set()
+        for submesh in (sender, receiver):
+            for k in (0, size - 1):
+                ends.add((submesh * size + k) // chain.devices_per_host)
         crosses = len(ends) > 1
         edge = np.zeros(chain.num_units)
         edge[1:] = chain.transfer_s(chain.boundary_bytes[:-1], size, size, crosses)

@@ -14,8 +14,6 @@ from ....cost import (
     Chain,
     ChainPlan,
     PrefixSums,
-    StageChoice,
-    find_stage_faults,
     judge_stages,
 )
 from ....plans import schedule_kind, training_schedules
@@ -25,12 +23,13 @@ from .._base import (
     AbstractInter,
     NoFasterStages,
     StageLimits,
+    WorkLeft,
     check_chains,
     check_num_stages,
+    starts_in,
 )
 from .._less_recomputed import recomputing_less
 from .._simulated import fastest, simulated, worth_simulating
-from .._work import WorkLeft
 from ..bottleneck import Bottleneck
 from ..grid import GRID_SCHEDULE, layouts
 from ._boxes import BoxSearch, StageSolution, first_solution
@@ -112,20 +111,17 @@ class StageDP(AbstractInter):
         if self.num_stages is not None and self.num_stages < 1:
             raise InputError(f"{self.num_stages} stages were asked for; a pipeline has at least 1.")
 
-    @property
-    def searches(self) -> bool:
-        return True
+    searches = True
 
     @property
     def asked_stages(self) -> int | None:
         return self.num_stages
 
     def for_one_search(self) -> StageDP:
-        """See `AbstractInter.for_one_search`: solves share `work_limit`."""
         return replace(self, work=WorkLeft(self.work_limit))
 
     def check_limits(self, limits: StageLimits) -> None:
-        """See `AbstractInter.check_limits`: this planner supports all of them."""
+        """This planner supports all of them."""
 
     def solve(
         self,
@@ -135,9 +131,7 @@ class StageDP(AbstractInter):
         helper: HelperProcess | None = None,
         start: ChainPlan | None = None,
     ) -> ChainPlan:
-        """See `AbstractInter.solve`.
-
-        The bound is below the closed forms of all plans that this planner may choose, and the
+        """The bound is below the closed forms of all plans that this planner may choose, and the
         status tells whether the least closed form is proved to be the least. The closed form of the
         answer may be larger, because the answer is chosen by simulation.
         """
@@ -159,7 +153,7 @@ class StageDP(AbstractInter):
     ) -> ChainPlan:
         """Search, then simulate the best few plans and attach the bound to the fastest."""
         searched = self._search(chains, helper, faster_than_s)
-        starts = [start] if start is not None and self._covers(chains, start) else []
+        starts = starts_in(chains, start, self.schedules, self.num_stages)
         if not searched.plans and not starts:
             if math.isfinite(faster_than_s):
                 raise NoFasterStages(
@@ -174,12 +168,10 @@ class StageDP(AbstractInter):
         first = worth_simulating(searched.plans, self.simulated)
         # The search gives each chunk of a submesh an equal part of its memory.
         chain_of = {chain.num_micro_batches: chain for chain in chains}
-        joint = [
-            less
-            for plan in first
-            if plan.num_submeshes < len(plan.stages)
-            for less in recomputing_less(chain_of[plan.num_micro_batches], plan)
-        ]
+        joint: list[ChainPlan] = []
+        for plan in first:
+            if plan.num_submeshes < len(plan.stages):
+                joint.extend(recomputing_less(chain_of[plan.num_micro_batches], plan))
         queue.add(chains, starts)
         queue.add(chains, [*first, *joint])
         if self.simulated > 1:
@@ -233,21 +225,6 @@ class StageDP(AbstractInter):
             f" {self.solve_limit:,} solves of each program); one may fit.\n  Search longer with"
             " StageDP(work_limit=...), or leave less to search: a number of stages, of"
             " micro-batches, or a schedule."
-        )
-
-    def _covers(self, chains: Sequence[AbstractChain], start: ChainPlan) -> bool:
-        """True if the search covers this plan, which may come from another planner."""
-        its_chains = [
-            chain for chain in chains if chain.num_micro_batches == start.num_micro_batches
-        ]
-        if (
-            not its_chains
-            or start.schedule not in self.schedules
-            or self.num_stages not in (None, len(start.stages))
-        ):
-            return False
-        return not find_stage_faults(
-            its_chains[0], start.stages, start.schedule, num_submeshes=start.num_submeshes
         )
 
     def _search(
@@ -339,10 +316,12 @@ class StageDP(AbstractInter):
                     chain, tables, schedule, num_stages=self.num_stages, limit_bytes=limit
                 )
             ]
-        return [
-            RoundsProgram(chain, tables, schedule, num_submeshes=n, chunks=v, limit_bytes=limit)
-            for n, v in round_counts(chain, self.num_stages, self.most_chunks)
-        ]
+        found: list[_AnyProgram] = []
+        for n, v in round_counts(chain, self.num_stages, self.most_chunks):
+            found.append(
+                RoundsProgram(chain, tables, schedule, num_submeshes=n, chunks=v, limit_bytes=limit)
+            )
+        return found
 
 
 _AnyProgram: TypeAlias = DeviceProgram | RoundsProgram | TabulatedProgram
@@ -376,47 +355,6 @@ class _SearchTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _ScheduledProgram:
-    """A program with the schedule and the number of the chain that it belongs to."""
-
-    program: _AnyProgram
-    schedule: str
-    chain: int
-
-    @property
-    def least_s(self) -> float:
-        """A lower bound on the closed form that needs no search."""
-        sum_low, lows = self.program.lows()
-        return sum_low + sum(w * low for w, low in zip(self.program.weights, lows))
-
-    def search(self, relative_gap: float) -> BoxSearch:
-        """The search for the least closed form."""
-        sum_low, lows = self.program.lows()
-        return BoxSearch(
-            self.program.solve,
-            self.program.weights,
-            lows,
-            sum_low=sum_low,
-            relative_gap=relative_gap,
-        )
-
-    def first(self, cutoff_s: float) -> StageSolution | None:
-        """A solution below `cutoff_s` that is quick to find; see `first_solution`."""
-        sum_low, lows = self.program.lows()
-        return first_solution(
-            self.program.solve, self.program.weights, lows, sum_low=sum_low, cutoff_s=cutoff_s
-        )
-
-    def plan_of(self, stages: Sequence[StageChoice]) -> ChainPlan:
-        return judge_stages(
-            self.program.chain,
-            stages,
-            self.schedule,
-            num_submeshes=self.program.num_submeshes,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ProgramResult:
     """The result of a program; results are sorted by `order`."""
 
@@ -435,19 +373,24 @@ def _search_schedule(task: _SearchTask, schedule: str) -> list[_ProgramResult]:
     far from the simulation that decides.
     """
     planner, work_limit = task.planner, task.work_limit
-    programs = [
-        ((entry.least_s, number, planner.schedules.index(schedule), k), entry)
-        for number, chain in enumerate(task.chains)
-        for k, program in enumerate(planner.programs(chain, schedule))
-        for entry in [_ScheduledProgram(program=program, schedule=schedule, chain=number)]
-    ]
-    programs.sort(key=lambda known: known[0])
-    turns = [_Turn.of(entry, planner, order) for order, entry in programs]
+    turns = []
+    for number, chain in enumerate(task.chains):
+        for k, program in enumerate(planner.programs(chain, schedule)):
+            sum_low, lows = program.lows()
+            # A lower bound on the closed form that needs no search comes first.
+            least_s = sum_low + sum(w * low for w, low in zip(program.weights, lows))
+            order = least_s, number, planner.schedules.index(schedule), k
+            gap = planner.relative_gap
+            search = BoxSearch(
+                program.solve, program.weights, lows, sum_low=sum_low, relative_gap=gap
+            )
+            turns.append(_Turn(program=program, schedule=schedule, search=search, order=order))
+    turns.sort(key=lambda turn: turn.order)
     best_s, spent = task.faster_than_s, 0.0
     # First a quick solution of each large program, for a best to prune with.
     for turn in turns:
-        if spent < work_limit and isinstance(turn.entry.program, DeviceProgram):
-            spent, best_s = turn.take(turn.entry.first, best_s, spent)
+        if spent < work_limit and isinstance(turn.program, DeviceProgram):
+            spent, best_s = turn.take(turn.first, best_s, spent)
     # Then the program with the lowest bound is always the next.
     while spent < work_limit:
         is_open = [
@@ -467,19 +410,23 @@ class _Turn:
     """A program that takes turns with the others in the search for the best plan of all.
 
     Attributes:
+        search: for its least closed form.
+        order: its lower bound, and what tells programs of equal ones apart.
         solutions: found so far.
     """
 
-    entry: _ScheduledProgram
+    program: _AnyProgram
+    schedule: str
     search: BoxSearch
     order: tuple[float, int, int, int]
     solutions: list[StageSolution] = field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls, entry: _ScheduledProgram, planner: StageDP, order: tuple[float, int, int, int]
-    ) -> _Turn:
-        return cls(entry=entry, search=entry.search(planner.relative_gap), order=order)
+    def first(self, cutoff_s: float) -> StageSolution | None:
+        """A solution below `cutoff_s` that is quick to find; see `first_solution`."""
+        sum_low, lows = self.program.lows()
+        return first_solution(
+            self.program.solve, self.program.weights, lows, sum_low=sum_low, cutoff_s=cutoff_s
+        )
 
     def take(
         self, solve: Callable[[float], StageSolution | None], best_s: float, spent: float
@@ -487,22 +434,28 @@ class _Turn:
         """Solve once; returns the work that all programs have spent by then, and the best closed
         form.
         """
-        before = self.entry.program.work
+        before = self.program.work
         found = solve(best_s)
         if found is not None:
             self.solutions.append(found)
-            best_s = min(best_s, found.total_s(self.entry.program.weights))
-        return spent + self.entry.program.work - before, best_s
+            best_s = min(best_s, found.total_s(self.program.weights))
+        return spent + self.program.work - before, best_s
 
     def result(self, best_s: float, most: int) -> _ProgramResult:
         """The best few plans of the program, and a lower bound on all of its plans."""
-        weights = self.entry.program.weights
-        solutions = sorted(self.solutions, key=lambda solution: solution.total_s(weights))
+        program = self.program
+        solutions = sorted(self.solutions, key=lambda found: found.total_s(program.weights))
+        plans = [
+            judge_stages(
+                program.chain, found.stages, self.schedule, num_submeshes=program.num_submeshes
+            )
+            for found in solutions[:most]
+        ]
         return _ProgramResult(
             order=self.order,
-            chain=self.entry.chain,
-            plans=tuple(self.entry.plan_of(solution.stages) for solution in solutions[:most]),
-            bound_s=min(self.search.bound_s, best_s) if self.entry.program.proves else 0.0,
+            chain=self.order[1],
+            plans=tuple(plans),
+            bound_s=min(self.search.bound_s, best_s) if program.proves else 0.0,
             complete=not self.search.is_open(best_s),
-            work=self.entry.program.work,
+            work=program.work,
         )

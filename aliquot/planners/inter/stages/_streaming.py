@@ -49,7 +49,7 @@ class Streaming(AbstractInter):
         helper: HelperProcess | None = None,
         start: ChainPlan | None = None,
     ) -> ChainPlan:
-        """See `AbstractInter.solve`; `start` is ignored, as it was found for another aim.
+        """`start` is ignored, as it was found for another aim.
 
         Raises:
             InputError: a chain whose number of micro-batches cannot be changed.

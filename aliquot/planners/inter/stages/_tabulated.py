@@ -17,7 +17,7 @@ import numpy as np
 from ....cost import AbstractChain, StageChoice
 from ....plans import ClosedForm, schedule_kind
 from ._boxes import StageSolution
-from ._tables import Floats
+from ._limits import Floats
 
 _TIMES = ("forward_s", "backward_s", "weight_gradient_s", "exposed_s", "once_s")
 
@@ -190,12 +190,14 @@ class TabulatedProgram:
         sum_s = math.fsum(
             float(form.sums[row]) for form, row in zip(self._forms, rows, strict=True)
         )
-        maxima = [
-            max(
-                float(form.maxima[k].sums[row]) for form, row in zip(self._forms, rows, strict=True)
+        maxima = []
+        for k in range(len(self.weights)):
+            maxima.append(
+                max(
+                    float(form.maxima[k].sums[row])
+                    for form, row in zip(self._forms, rows, strict=True)
+                )
             )
-            for k in range(len(self.weights))
-        ]
         return StageSolution(stages=tuple(stages), sum_s=sum_s, maxima_s=tuple(maxima))
 
 
@@ -222,8 +224,8 @@ def tabulated_programs(
             if devices % submeshes == 0 and devices // submeshes in sizes
             for chunks in range(2, min(most_chunks, chain.num_units // submeshes) + 1)
         ]
-    return [
-        TabulatedProgram(quotes, schedule, num_stages=n, num_submeshes=submeshes)
-        for n, submeshes in counts
-        if num_stages in (None, n)
-    ]
+    found = []
+    for n, submeshes in counts:
+        if num_stages in (None, n):
+            found.append(TabulatedProgram(quotes, schedule, num_stages=n, num_submeshes=submeshes))
+    return found

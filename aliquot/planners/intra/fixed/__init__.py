@@ -6,6 +6,7 @@ from ._fixed import Fixed as Fixed
 from ._megatron import CONTEXT as CONTEXT
 from ._megatron import DATA_AXES as DATA_AXES
 from ._megatron import MegatronSplit as MegatronSplit
+from ._megatron import ways_to_sum as ways_to_sum
 from ._restrict import Kinds as Kinds
 from ._restrict import Masks as Masks
 from ._restrict import batch_restriction as batch_restriction
@@ -16,4 +17,3 @@ from ._restrict import matching as matching
 from ._restrict import pinned as pinned
 from ._restrict import regular_choices as regular_choices
 from ._state_split import split_state as split_state
-from ._ways_to_sum import ways_to_sum as ways_to_sum

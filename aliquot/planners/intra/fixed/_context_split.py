@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....graph import Graph, Phase, Role
-from ....sharding import RING, Edge, Node, NodeGraph, Projection
+from ....sharding import RING, Adjacency, Edge, Node, NodeGraph
 from ._restrict import Kinds
 
 Ints = NDArray[np.int64]
@@ -73,7 +73,7 @@ def context_split(graph: Graph, nodes: NodeGraph, kinds: Kinds) -> ContextSplit:
     """The split of all nodes of a step by a context axis."""
     walk = _Walk(nodes=nodes, without=kinds.parameters | kinds.update)
     roots = list(_roots(graph, nodes))
-    reached = walk.reached(roots)
+    reached = walk.ways.reached(roots)
     scores = {node for node, factors in reached.items() if len(factors) > 1}
     scores -= {node for node, _ in roots}
     queries = walk.queries(reached, scores)
@@ -104,11 +104,9 @@ def context_faults(
             # A causal kernel has a factor of half the length, as each device takes two chunks.
             kernel = f"pairs of chunks in {node.label.split(':')[0]}"
             lengths.setdefault(factor.size, factor.label if node.kind == "group" else kernel)
-    faults += [
-        f"a sequence of {size} ({label}) cannot be split over cp {degree}"
-        for size, label in lengths.items()
-        if size % degree
-    ]
+    for size, label in lengths.items():
+        if size % degree:
+            faults.append(f"a sequence of {size} ({label}) cannot be split over cp {degree}")
     if faults:
         common = math.gcd(*lengths)
         fitting = [str(n) for n in range(2, min(common, 2 * degree) + 1) if common % n == 0]
@@ -193,43 +191,15 @@ class _Walk:
 
     nodes: NodeGraph
     without: Collection[int]
-    neighbours: dict[int, list[tuple[int, Projection, Projection]]] = field(init=False)
+    ways: Adjacency = field(init=False)
 
     def __post_init__(self) -> None:
-        self.neighbours = defaultdict(list)
-        for e in self.nodes.edges:
-            if e.phase is Phase.UPDATE or e.gradient or {e.source, e.target} & set(self.without):
-                continue
-            self.neighbours[e.source].append((e.target, e.source_projection, e.target_projection))
-            self.neighbours[e.target].append((e.source, e.target_projection, e.source_projection))
-
-    def continued(self, node: int, factor: int) -> Iterator[tuple[int, int]]:
-        """Neighbours in which a factor continues, each with its own factor for it."""
-        for other, mine, theirs in self.neighbours[node]:
-            if mine[factor] >= 0 and mine[factor] in theirs:
-                yield other, theirs.index(mine[factor])
-
-    def reached(
-        self, roots: Iterable[tuple[int, int]], among: Collection[int] | None = None
-    ) -> dict[int, set[int]]:
-        """For each node the factors to which the given ones lead.
-
-        Args:
-            among: the nodes that may be passed through; by default all.
-        """
-        found: dict[int, set[int]] = {}
-        pending = list(roots)
-        while pending:
-            node, factor = pending.pop()
-            if factor in found.setdefault(node, set()):
-                continue
-            found[node].add(factor)
-            pending += [
-                (other, same)
-                for other, same in self.continued(node, factor)
-                if among is None or other in among
-            ]
-        return found
+        without = set(self.without)
+        self.ways = Adjacency(
+            e
+            for e in self.nodes.edges
+            if e.phase is not Phase.UPDATE and not e.gradient and not {e.source, e.target} & without
+        )
 
     def queries(self, reached: dict[int, set[int]], scores: set[int]) -> dict[int, set[int]]:
         """Of nodes with the sequences of queries and of keys, that of the queries: the softmax sums
@@ -250,7 +220,7 @@ class _Walk:
                 continue
             if len(kept) == 1:
                 roots.append((index, kept.pop()))
-        return self.reached(roots, scores)
+        return self.ways.reached(roots, scores)
 
     def heads(self, reached: dict[int, set[int]], scores: set[int]) -> dict[int, frozenset[int]]:
         """What the operators of attention share besides batch and sequence, by node.
@@ -267,12 +237,12 @@ class _Walk:
             for factor in range(len(self.nodes.nodes[node].factors))
             if factor not in reached[node] and factor not in batch[node]
         ]
-        found = self.reached(roots, scores)
+        found = self.ways.reached(roots, scores)
         for node in self.nodes.nodes:
             tokens = reached.get(node.index, set())
             goes_round = any(c.kind == RING for c in node.collectives)
             if node.kind != "product" or node.index in self.without or (tokens and not goes_round):
                 continue
-            if any(other in reached for other, _, _ in self.neighbours[node.index]):
+            if self.ways.beside(node.index) & reached.keys():
                 found[node.index] = set(range(len(node.factors))) - batch[node.index] - tokens
         return {node: frozenset(factors) for node, factors in sorted(found.items())}

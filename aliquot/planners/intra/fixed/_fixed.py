@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass, field
 
 from ....core import InputError
 from ....cost import Problem
-from .._base import AbstractIntra, AbstractRule, AbstractSearch, IntraSolution, SolvedAtOnce, Space
+from .._base import AbstractIntra, AbstractRule, Space
 from ..ilp import ILP
 from ._restrict import batch_restriction, kinds_of
 
@@ -40,9 +37,7 @@ class Fixed(AbstractRule):
                 f"zero_stage={self.zero_stage}: pass 0 for data parallelism, 2 or 3 for ZeRO."
             )
 
-    @property
-    def name(self) -> str:
-        return "fixed"
+    name = "fixed"
 
     def sharded(self, problem: Problem) -> frozenset[int]:
         """Nodes that it splits over its shard axes as far as they can be."""
@@ -63,34 +58,4 @@ class Fixed(AbstractRule):
             gathers_once=self.gathers_once,
             shard_axes=shard_axes,
         )
-        return replace(space, allowed=[a & b for a, b in zip(space.allowed, rule, strict=True)])
-
-    def solve(
-        self,
-        problem: Problem,
-        space: Space,
-        *,
-        memory_limit_bytes: float,
-        ceiling_s: float = np.inf,
-    ) -> IntraSolution | None:
-        ruled = self.restrict(problem, space)
-        if not all(mask.any() for mask in ruled.allowed):
-            return None
-        return self.rest.solve(
-            problem, ruled, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
-        )
-
-    def begin(
-        self,
-        problem: Problem,
-        space: Space,
-        *,
-        memory_limit_bytes: float,
-        ceiling_s: float = np.inf,
-        notes: dict[str, Any] | None = None,
-    ) -> AbstractSearch:
-        limits = {"memory_limit_bytes": memory_limit_bytes, "ceiling_s": ceiling_s}
-        ruled = self.restrict(problem, space)
-        if not all(mask.any() for mask in ruled.allowed):
-            return SolvedAtOnce(self, problem, space, **limits)
-        return self.rest.begin(problem, ruled, **limits, notes=notes)
+        return space.among(rule)

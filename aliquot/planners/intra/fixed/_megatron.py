@@ -1,12 +1,13 @@
-"""`MegatronSplit`: the choices of data, expert and tensor parallelism as Megatron-LM computes
-them.
+"""`MegatronSplit`: the choices of data, expert and tensor parallelism as Megatron-LM computes them;
+and when a method of fixed splits sums the gradients of micro-batches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from ....sharding import Node
 from .._base import AbstractIntra, AbstractRule
 from ..ilp import ILP
 from ._context_split import context_faults, context_split, split_by
+from ._fixed import Fixed
 from ._restrict import Kinds, kinds_of
 from ._state_split import split_state
 from ._tensor_split import TensorSplit, expert_split, tensor_split
@@ -63,9 +65,7 @@ class MegatronSplit(AbstractRule):
     gathers_once: bool = False
     rest: AbstractIntra = field(default_factory=ILP)
 
-    @property
-    def name(self) -> str:
-        return "megatron"
+    name = "megatron"
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -147,15 +147,18 @@ class MegatronSplit(AbstractRule):
                 f" expert, and {problem.graph.name} has none. Leave ep out, or use method auto."
             )
         self._refuse_what_does_not_divide(problem, kinds, tensor, experts)
-        whole = [
-            f"{kept.label} has {counted(kept.size, 'output feature')}, fewer than tp {self.tensor}:"
-            " it stays whole on each of these devices, and all compute its products."
-            for kept in tensor.kept_whole
-        ]
-        taken = {
-            n: tensor.factors.get(n, frozenset()) | ({experts[n]} if n in experts else set())
-            for n in (*tensor.factors, *experts)
-        }
+        whole = []
+        for kept in tensor.kept_whole:
+            whole.append(
+                f"{kept.label} has {counted(kept.size, 'output feature')}, fewer than tp"
+                f" {self.tensor}: it stays whole on each of these devices, and all compute its"
+                " products."
+            )
+        taken = {}
+        for n in (*tensor.factors, *experts):
+            taken[n] = tensor.factors.get(n, frozenset()) | (
+                {experts[n]} if n in experts else set()
+            )
         sharded = kinds.split_by_zero(self.zero_stage, gathers_once=self.gathers_once)
         split = split_state(problem, sharded, self.data, beside=self.context, taken=taken)
         replicas = self.data // split.axes[-1]
@@ -227,16 +230,17 @@ class MegatronSplit(AbstractRule):
         self, problem: Problem, kinds: Kinds, tensor: TensorSplit, experts: dict[int, int]
     ) -> None:
         too_fine = tensor.too_fine
-        faults = [
-            f"{fine.label}: {fine.size} rows or columns"
-            + (
-                f" in {fine.parts} parts that stay together, such as heads,"
-                if fine.parts < fine.size
-                else ""
+        faults = []
+        for fine in too_fine:
+            faults.append(
+                f"{fine.label}: {fine.size} rows or columns"
+                + (
+                    f" in {fine.parts} parts that stay together, such as heads,"
+                    if fine.parts < fine.size
+                    else ""
+                )
+                + f" cannot be split over tp {self.tensor}"
             )
-            + f" cannot be split over tp {self.tensor}"
-            for fine in too_fine
-        ]
         counts = sorted(
             {
                 problem.nodes.nodes[n].factors[f].size
@@ -244,18 +248,16 @@ class MegatronSplit(AbstractRule):
                 if n in kinds.parameters
             }
         )
-        faults += [
-            f"{count} experts cannot be split over ep {self.expert}"
-            for count in counts
-            if count % self.expert
-        ]
+        for count in counts:
+            if count % self.expert:
+                faults.append(f"{count} experts cannot be split over ep {self.expert}")
         of_context: list[str] = []
         ranks = self.context * self.tensor
         uneven = [n for n in self._sequences(problem, kinds, tensor) if n % ranks]
-        faults += [
-            f"a sequence of {size} cannot be split over {ranks} devices (cp x tp), as sp does"
-            for size in uneven
-        ]
+        for size in uneven:
+            faults.append(
+                f"a sequence of {size} cannot be split over {ranks} devices (cp x tp), as sp does"
+            )
         if self.context > 1:
             split = context_split(problem.graph, problem.nodes, kinds)
             if not split.tokens:
@@ -316,7 +318,10 @@ class MegatronSplit(AbstractRule):
         if not self.sequence:
             return []
         tokens = context_split(problem.graph, problem.nodes, kinds).tokens
-        streams = [(n, f) for n in sorted(tensor.streams) for f in tokens.get(n, ())]
+        streams = []
+        for n in sorted(tensor.streams):
+            for f in tokens.get(n, ()):
+                streams.append((n, f))
         if not streams:
             raise InputError(
                 "Sequence parallelism (sp) splits residual streams along the dim of the batch's"
@@ -339,3 +344,26 @@ class MegatronSplit(AbstractRule):
 
 def _rows(choices: Ints, wanted: NDArray[np.bool_]) -> Ints:
     return np.asarray(choices[wanted], np.int64)
+
+
+_Rule = TypeVar("_Rule", Fixed, MegatronSplit)
+
+
+def ways_to_sum(
+    rule: _Rule, waiting: Sequence[frozenset[int]], *, splits: bool, repeats: int
+) -> Iterator[tuple[frozenset[int], _Rule]]:
+    """The ways in which gradients may be summed, each with the axes over which they wait for the
+    last micro-batch, and the rule of that way.
+
+    Gradients that wait accumulate whole. If these do not fit, each micro-batch adds to accumulators
+    that are sharded; then parameters are not gathered once either.
+
+    Args:
+        waiting: axes over which gradients may wait; none if the step cannot.
+        splits: whether the method shards gradients where they do not wait.
+        repeats: number of micro-batches.
+    """
+    for axes in waiting:
+        yield axes, rule
+    if splits or not waiting:
+        yield frozenset(), replace(rule, gathers_once=rule.gathers_once and repeats == 1)

@@ -185,7 +185,11 @@ def batch_restriction(
         choices = table.choices
         batch = priced.graph.batch_factors[node.index]
         if node.index in sharded:
-            masks.append(_most_split(choices, priced, shard_axes))
+            # Those that split over the shard axes alone, as far as possible.
+            outside = [a for a in range(len(priced.axis_sizes)) if a not in shard_axes]
+            is_regular = (choices[:, outside] == -1).all(axis=1)
+            pieces = shards(choices, [True] * (int(choices.max(initial=-1)) + 1), priced.axis_sizes)
+            masks.append(np.asarray(is_regular & (pieces == pieces[is_regular].max())))
         elif node.index in kinds.parameters or node.index in kinds.update:
             masks.append(_unsplit(choices))
         elif batch:
@@ -203,16 +207,6 @@ def batch_restriction(
 
 def _unsplit(choices: NDArray[np.int64]) -> NDArray[np.bool_]:
     return np.asarray((choices == -1).all(axis=1))
-
-
-def _most_split(
-    choices: NDArray[np.int64], priced: Priced, axes: frozenset[int]
-) -> NDArray[np.bool_]:
-    """Choices that split over `axes` alone, as far as possible."""
-    outside = [a for a in range(len(priced.axis_sizes)) if a not in axes]
-    is_regular = (choices[:, outside] == -1).all(axis=1)
-    pieces = shards(choices, [True] * (int(choices.max(initial=-1)) + 1), priced.axis_sizes)
-    return np.asarray(is_regular & (pieces == pieces[is_regular].max()))
 
 
 def _refuse_batch(problem: Problem, priced: Priced, kinds: Kinds) -> None:
@@ -267,11 +261,10 @@ def _refuse_batch(problem: Problem, priced: Priced, kinds: Kinds) -> None:
 
 def _why_regrouped(problem: Problem, priced: Priced, kinds: Kinds, asked: str, devices: int) -> str:
     """The refusal of a batch that the devices divide, but not all that the step makes of it."""
-    factors = [
-        priced.graph.nodes[n].factors[f]
-        for n in sorted(kinds.batch_inputs)
-        for f in priced.graph.batch_factors[n]
-    ]
+    factors = []
+    for n in sorted(kinds.batch_inputs):
+        for f in priced.graph.batch_factors[n]:
+            factors.append(priced.graph.nodes[n].factors[f])
     short = [f for f in factors if f.size % devices and f.shortest is not None]
     if not short:
         return (
@@ -326,12 +319,14 @@ def pinned(
 
 def matching(problem: Problem, patterns: Mapping[str, Sequence[Any]]) -> list[int]:
     """Positions of the inputs that some pattern matches."""
-    return [
-        k
-        for k, item in enumerate(problem.graph.inputs)
-        if any(_matches(pattern, item.path) for pattern in patterns)
-        and problem.nodes.input_ports[k].node >= 0
-    ]
+    found = []
+    for k, item in enumerate(problem.graph.inputs):
+        if (
+            any(_matches(pattern, item.path) for pattern in patterns)
+            and problem.nodes.input_ports[k].node >= 0
+        ):
+            found.append(k)
+    return found
 
 
 def _pin(
@@ -346,7 +341,11 @@ def _pin(
     item, port = problem.graph.inputs[k], priced.graph.input_ports[k]
     rank = len(problem.graph.values[item.value].shape)
     dims = [axes_of(entry) for entry in partition]
-    unknown = [a for axes in dims for a in axes if a not in axis_names]
+    unknown = []
+    for axes in dims:
+        for a in axes:
+            if a not in axis_names:
+                unknown.append(a)
     if unknown:
         return [f"`{pattern}` names the axis {unknown[0]!r}; the mesh has {', '.join(axis_names)}"]
     named = [a for axes in dims for a in axes]

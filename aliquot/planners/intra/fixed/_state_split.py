@@ -74,7 +74,24 @@ def split_state(
         beside: size of another axis that splits the same arrays.
         taken: by node, factors that only other axes split.
     """
-    arrays = _arrays(problem, nodes, taken)
+    # The inputs of a step that given nodes hold.
+    arrays = []
+    for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):
+        if port.node in nodes:
+            value = problem.graph.values[item.value]
+            free = port.projection
+            if others := taken.get(port.node):
+                free = tuple(-1 if f in others else dim for f, dim in enumerate(free))
+            arrays.append(
+                _Array(
+                    path=item.path,
+                    is_parameter=item.role is Role.PARAMETER,
+                    shape=tuple(value.shape),
+                    num_bytes=value.num_bytes,
+                    node=port.node,
+                    free=free,
+                )
+            )
     total_bytes = sum(array.num_bytes for array in arrays)
     axes: tuple[int, ...] = (devices,)
     sharers = devices * beside
@@ -104,36 +121,11 @@ def split_state(
     by_pieces: dict[int, list[_Array]] = defaultdict(list)
     for array in arrays:
         by_pieces[pieces(array, axes)].append(array)
-    notes = [
-        _note(some, number, sharers, total_bytes)
-        for number, some in sorted(by_pieces.items())
-        if number < sharers and sum(a.num_bytes for a in some) >= _LEAST_SHARE * total_bytes
-    ]
+    notes = []
+    for number, some in sorted(by_pieces.items()):
+        if number < sharers and sum(a.num_bytes for a in some) >= _LEAST_SHARE * total_bytes:
+            notes.append(_note(some, number, sharers, total_bytes))
     return StateSplit(axes=axes, notes=tuple(notes))
-
-
-def _arrays(
-    problem: Problem, nodes: frozenset[int], taken: Mapping[int, frozenset[int]]
-) -> list[_Array]:
-    """The inputs of a step that given nodes hold."""
-    arrays = []
-    for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):
-        if port.node in nodes:
-            value = problem.graph.values[item.value]
-            free = port.projection
-            if others := taken.get(port.node):
-                free = tuple(-1 if f in others else dim for f, dim in enumerate(free))
-            arrays.append(
-                _Array(
-                    path=item.path,
-                    is_parameter=item.role is Role.PARAMETER,
-                    shape=tuple(value.shape),
-                    num_bytes=value.num_bytes,
-                    node=port.node,
-                    free=free,
-                )
-            )
-    return arrays
 
 
 def _note(arrays: Sequence[_Array], pieces: int, devices: int, total_bytes: int) -> str:
@@ -144,13 +136,14 @@ def _note(arrays: Sequence[_Array], pieces: int, devices: int, total_bytes: int)
     share = sum(array.num_bytes for array in arrays) / total_bytes
     # The largest sizes come nearest to what the devices could divide.
     sizes = {array.shape[dim] for array in arrays for dim in array.free if dim >= 0}
-    misses = [
-        f"{size} = {size // devices} x {devices} + {size % devices}"
-        if size > devices
-        else f"{size} < {devices}"
-        for size in sorted(sizes, reverse=True)
-        if size % devices
-    ]
+    misses = []
+    for size in sorted(sizes, reverse=True):
+        if size % devices:
+            misses.append(
+                f"{size} = {size // devices} x {devices} + {size % devices}"
+                if size > devices
+                else f"{size} < {devices}"
+            )
     shared = (
         f"split over {pieces} of these devices, in {devices // pieces} copies"
         if pieces > 1

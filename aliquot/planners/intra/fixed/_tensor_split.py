@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ....graph import Phase, wildcard
-from ....sharding import Edge, NodeGraph, Projection
+from ....sharding import Adjacency, Edge, NodeGraph
 from ._restrict import Kinds
 
 
@@ -87,20 +87,20 @@ def expert_split(nodes: NodeGraph, kinds: Kinds) -> dict[int, int]:
     pending = [n for n in factors if nodes.nodes[n].kind == "group"]
     while pending:
         node = pending.pop()
-        for other, factor in walk.neighbours(node, factors[node]):
+        for other, factor in walk.ways.continued(node, factors[node]):
             if other not in factors:
                 factors[other] = factor
                 if nodes.nodes[other].kind == "group":
                     pending.append(other)
     beside: dict[int, dict[int, int]] = defaultdict(dict)
     for product in [n for n in factors if nodes.nodes[n].kind == "product"]:
-        for other, factor in walk.neighbours(product, factors[product]):
+        for other, factor in walk.ways.continued(product, factors[product]):
             beside[other][product] = factor
     groups = {
         n: found_beside for n, found_beside in beside.items() if nodes.nodes[n].kind == "group"
     }
     for node, by_product in groups.items():
-        products = {n for n in walk.beside(node) if nodes.nodes[n].kind == "product"}
+        products = {n for n in walk.ways.beside(node) if nodes.nodes[n].kind == "product"}
         # A group that other products read as well would have to change its split for them.
         if (
             node not in factors
@@ -142,25 +142,16 @@ class Forward:
     kept_whole: list[TooFine] = field(default_factory=list)
     incoming: dict[int, list[Edge]] = field(init=False)
     outgoing: dict[int, list[Edge]] = field(init=False)
-    every: dict[int, list[tuple[int, Projection, Projection]]] = field(init=False)
+    ways: Adjacency = field(init=False)
     weights: frozenset[int] = field(init=False)
     products: tuple[int, ...] = field(init=False)
     streams: frozenset[int] = field(init=False)
     heads: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.incoming, self.outgoing, self.every = (
-            defaultdict(list),
-            defaultdict(list),
-            defaultdict(list),
-        )
+        self.incoming, self.outgoing = defaultdict(list), defaultdict(list)
+        self.ways = Adjacency(self.nodes.edges)
         for edge in self.nodes.edges:
-            self.every[edge.source].append(
-                (edge.target, edge.source_projection, edge.target_projection)
-            )
-            self.every[edge.target].append(
-                (edge.source, edge.target_projection, edge.source_projection)
-            )
             # What the backward pass and the update do follows from the forward pass; see `spread`.
             if edge.phase <= Phase.FORWARD and not edge.gradient:
                 self.incoming[edge.target].append(edge)
@@ -232,18 +223,6 @@ class Forward:
             is_lookup=only_weights and not experts,
         )
 
-    def neighbours(self, node: int, factor: int) -> Iterator[tuple[int, int]]:
-        """Neighbours of a node in which the given factor continues, each with its own factor for
-        the same dim of the array between them.
-        """
-        for other, mine, theirs in self.every[node]:
-            if mine[factor] >= 0 and mine[factor] in theirs:
-                yield other, theirs.index(mine[factor])
-
-    def beside(self, node: int) -> set[int]:
-        """All neighbours of a node: those that share an array with it."""
-        return {other for other, _, _ in self.every[node]}
-
     def spread(self) -> dict[int, frozenset[int]]:
         """Factors of all nodes: those of the products, propagated to the backward pass, weights and
         update.
@@ -253,7 +232,7 @@ class Forward:
         pending = list(self.split.items())
         while pending:
             node, factor = pending.pop()
-            for other, same in self.neighbours(node, factor):
+            for other, same in self.ways.continued(node, factor):
                 if other not in decided and same not in factors.setdefault(other, set()):
                     factors[other].add(same)
                     pending.append((other, same))
@@ -308,16 +287,18 @@ class Forward:
     def _features(self) -> dict[int, set[int]]:
         """For each node, its factors that carry output features of products with weights."""
         features: dict[int, set[int]] = defaultdict(set)
-        pending = [(p, f) for p in self.products for f in self.parts(p).features]
+        pending = []
+        for p in self.products:
+            for f in self.parts(p).features:
+                pending.append((p, f))
         while pending:
             node, factor = pending.pop()
             if factor in features[node]:
                 continue
             features[node].add(factor)
             for edge in self.outgoing[node]:
-                dim = edge.source_projection[factor]
-                if dim >= 0 and dim in edge.target_projection:
-                    pending.append((edge.target, edge.target_projection.index(dim)))
+                if (same := edge.follow(factor)) >= 0:
+                    pending.append((edge.target, same))
         return features
 
     def _adds_features(self, edge: Edge, features: set[int]) -> bool:
@@ -329,9 +310,8 @@ class Forward:
         carried: dict[int, None] = {}
         for edge in self.incoming[product]:
             if edge.source in self.split and edge.source not in self.weights:
-                dim = edge.source_projection[self.split[edge.source]]
-                if dim >= 0 and dim in edge.target_projection:
-                    carried[edge.target_projection.index(dim)] = None
+                if (same := edge.follow(self.split[edge.source])) >= 0:
+                    carried[same] = None
         return list(carried)
 
     def _column(self, product: int, features: tuple[int, ...]) -> int | None:
@@ -342,11 +322,10 @@ class Forward:
         head contracts them, which is split by columns itself.
         """
         sizes = {f: self.nodes.nodes[product].factors[f].size for f in features}
-        candidates = [
-            f
-            for f in features
-            if sizes[f] >= self.degree and not self._leads_to(product, f, self._wants_whole)
-        ]
+        candidates = []
+        for f in features:
+            if sizes[f] >= self.degree and not self._leads_to(product, f, self._wants_whole):
+                candidates.append(f)
         if features and max(sizes.values()) < self.degree:
             largest = max(features, key=sizes.__getitem__)
             self.kept_whole.append(self._too_fine(product, largest, sizes[largest]))
@@ -385,10 +364,9 @@ class Forward:
         while pending:
             node, mine = pending.pop()
             for edge in self.outgoing[node]:
-                dim = edge.source_projection[mine]
-                if dim < 0 or dim not in edge.target_projection or edge.target in self.streams:
+                reached = edge.target, edge.follow(mine)
+                if reached[1] < 0 or edge.target in self.streams:
                     continue
-                reached = edge.target, edge.target_projection.index(dim)
                 if is_target(*reached):
                     return True
                 if reached not in seen:
@@ -402,11 +380,8 @@ class Forward:
         """
         sizes = [self.nodes.nodes[product].factors[factor].size]
         for edge in self.outgoing[product]:
-            dim = edge.source_projection[factor]
-            if dim >= 0 and dim in edge.target_projection:
-                sizes.append(
-                    self.nodes.nodes[edge.target].factors[edge.target_projection.index(dim)].size
-                )
+            if (same := edge.follow(factor)) >= 0:
+                sizes.append(self.nodes.nodes[edge.target].factors[same].size)
         return math.gcd(*sizes)
 
     def _is_largest_lookup(self, product: int) -> bool:
@@ -414,11 +389,10 @@ class Forward:
         positions, stay whole.
         """
         targets = {e.target for e in self.outgoing[product]}
-        rivals = [
-            p
-            for p in self.products
-            if self.parts(p).is_lookup and targets & {e.target for e in self.outgoing[p]}
-        ]
+        rivals = []
+        for p in self.products:
+            if self.parts(p).is_lookup and targets & {e.target for e in self.outgoing[p]}:
+                rivals.append(p)
         # The embedding of tokens is the largest; all lookups for one array must agree.
         return max(rivals, key=self._table_bytes) == product
 
@@ -432,20 +406,14 @@ class Forward:
         pending = [(edge, factor)]
         while pending:
             edge, factor = pending.pop()
-            dim = edge.source_projection[factor]
-            node = edge.target
+            node, same = edge.target, edge.follow(factor)
             if self.nodes.nodes[node].kind == "product" or node in self.split:
                 continue
-            if (
-                dim < 0
-                or dim not in edge.target_projection
-                or node in self.streams
-                or node in self.whole
-            ):
+            if same < 0 or node in self.streams or node in self.whole:
                 # A sum over the axis ends here: the array is whole behind it.
                 self.whole.add(node)
                 continue
-            self.split[node] = edge.target_projection.index(dim)
+            self.split[node] = same
             pending += [(e, self.split[node]) for e in self.outgoing[node]]
 
     def _too_fine(self, product: int, factor: int, parts: int) -> TooFine:

@@ -1,4 +1,5 @@
 """The best splits by integer linear programming, with a bound."""
 
 from ._ilp import ILP as ILP
-from ._solve import Search as Search
+from ._ilp import Search as Search
+from ._ilp import Work as Work

@@ -37,18 +37,16 @@ def affordable(priced: Priced, allowed: Masks, ceiling_s: float) -> tuple[Priced
     if not np.isfinite(ceiling_s):
         return priced, allowed
     # What can run beside compute may cost nothing.
-    costs = [
-        np.where(mask, node.exposed_s, np.inf)
-        for node, mask in zip(priced.nodes, allowed, strict=True)
-    ]
+    costs = []
+    for node, mask in zip(priced.nodes, allowed, strict=True):
+        costs.append(np.where(mask, node.exposed_s, np.inf))
     least = [float(seconds.min(initial=np.inf)) for seconds in costs]
     # A margin for rounding is added, so that the incumbent itself is never pruned.
     room = (ceiling_s - sum(least)) + _ROUNDING * ceiling_s
     # A node without an allowed choice stays as it is, and makes the program infeasible.
-    above = [
-        seconds - low if np.isfinite(low) else seconds
-        for seconds, low in zip(costs, least, strict=True)
-    ]
+    above = []
+    for seconds, low in zip(costs, least, strict=True):
+        above.append(seconds - low if np.isfinite(low) else seconds)
     prices = [table.seconds - table.hideable_s for table in priced.edges]
     affordable_choices = [
         seconds <= room for seconds in _with_conversions(priced, prices, above, room)

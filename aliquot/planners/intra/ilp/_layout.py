@@ -2,11 +2,17 @@
 
 Meshes with axes of other sizes or speeds mostly have the same choices and conversions, with other
 prices. So the program is laid out once, and each problem only fills in its prices.
+
+If several edges convert an array alike, the array is converted once. In a program this needs a row
+for each edge and conversion, three quarters of all rows, few of which ever bind. So each of `m`
+flows first pays `1 / m` of the price, which is right where all edges convert alike and too little
+otherwise. Where a solution pays too little, a column for the excess is added, with a price of its
+own: `excess >= flow - mean of all flows`. Its cost and its bytes are `m` times those of a flow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -15,7 +21,6 @@ from numpy.typing import NDArray
 
 from ....cost import Priced, PricedEdge, PricedNode
 from ....graph import Phase
-from ._sharing import Groups
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -23,6 +28,71 @@ Ints = NDArray[np.int64]
 Conversion: TypeAlias = tuple[Hashable, Hashable]
 # Position of the constant 0, which ends the prices of conversions.
 _ZERO = -1
+# Solutions satisfy rows within the solver's tolerance, which is a tenth of this.
+_UNPAID = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Groups:
+    """Flows of several edges that share a conversion: `members[starts[g]:][:counts[g]]` are those
+    of group `g`, and `number` finds a group by its share and conversion.
+    """
+
+    members: Ints
+    starts: Ints
+    counts: Ints
+    number: Mapping[tuple[int, Hashable], int]
+
+    @classmethod
+    def of(cls, shared: Mapping[int, Mapping[tuple[Hashable, Hashable], Sequence[int]]]) -> Groups:
+        """The groups of all shares, from the flows of each conversion."""
+        keys = []
+        # A conversion of a single flow pays its whole price already.
+        for share, flows in shared.items():
+            for key in flows:
+                if len(flows[key]) > 1:
+                    keys.append((share, key))
+        counts = np.array([len(shared[share][key]) for share, key in keys], np.int64)
+        return cls(
+            members=np.array(
+                [column for share, key in keys for column in shared[share][key]], np.int64
+            ),
+            starts=np.cumsum(counts) - counts,
+            counts=counts,
+            number={key: number for number, key in enumerate(keys)},
+        )
+
+    @property
+    def first(self) -> Ints:
+        """The first flow of each group."""
+        return self.members[self.starts]
+
+    def unpaid(self, values: Floats) -> Floats:
+        """For each group, the excess of its largest flow over the mean; 0 if that is rounding."""
+        if not len(self.counts):
+            return np.zeros(0)
+        flows = values[self.members]
+        largest = np.maximum.reduceat(flows, self.starts)
+        # Compared with the mean, as each flow pays an equal share of the price.
+        excess = largest - np.add.reduceat(flows, self.starts) / self.counts
+        return np.where(excess > _UNPAID, excess, 0.0)
+
+    def rows(self, groups: Ints, first_row: int, excess: Ints) -> tuple[Ints, Ints, Floats]:
+        """Coefficients of `flow - mean - excess <= 0` for each flow of some groups, whose excess
+        columns are given.
+        """
+        rows: list[Ints] = []
+        columns: list[Ints] = []
+        values: list[Floats] = []
+        for group, column in zip(groups.tolist(), excess.tolist(), strict=True):
+            count = int(self.counts[group])
+            flows = self.members[self.starts[group] :][:count]
+            of_flow = first_row + np.arange(count)
+            rows += [np.repeat(of_flow, count), of_flow]
+            columns += [np.tile(flows, count), np.full(count, column)]
+            values += [(np.eye(count) - 1 / count).ravel(), np.full(count, -1.0)]
+            first_row += count
+        return np.concatenate(rows), np.concatenate(columns), np.concatenate(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,26 +233,30 @@ def lay_out(priced: Priced, allowed: Sequence[NDArray[np.bool_]]) -> Layout:
     return _Draft(priced, allowed).finish()
 
 
-@dataclass(slots=True)
-class _Entries:
-    """A list of coefficients that grows."""
+@dataclass(slots=True, kw_only=True)
+class Rows:
+    """Rows of a linear program with their bounds and coefficients."""
 
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
     rows: list[Ints] = field(default_factory=list)
     columns: list[Ints] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    values: list[Floats] = field(default_factory=list)
 
-    def add(self, rows: Ints, columns: Ints, value: float) -> None:
+    def add_rows(self, count: int, lower: float, upper: float) -> int:
+        """New rows with common bounds; returns the first one's number."""
+        first = len(self.lower)
+        self.lower += [lower] * count
+        self.upper += [upper] * count
+        return first
+
+    def add_entries(self, rows: Ints, columns: Ints, values: Floats | float) -> None:
+        """Add coefficients."""
         self.rows.append(rows)
         self.columns.append(columns)
-        self.values.append(value)
-
-    def joined(self) -> tuple[Ints, Ints, Floats]:
-        counts = [len(columns) for columns in self.columns]
-        return (
-            np.concatenate(self.rows),
-            np.concatenate(self.columns),
-            np.repeat(np.array(self.values), counts),
-        )
+        # Most are one number, for which broadcasting would take several times as long.
+        each = values if isinstance(values, np.ndarray) else np.full(len(columns), values)
+        self.values.append(each)
 
 
 class _Draft:
@@ -195,9 +269,7 @@ class _Draft:
         ends = np.cumsum([0, *(len(kept) for kept in self.kept)])
         self.columns = [np.arange(a, b) for a, b in zip(ends, ends[1:])]
         self.num_columns = self.num_integer = int(ends[-1])
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.entries = _Entries()
+        self.rows = Rows()
         self.prices: list[Ints] = []
         self.shares: list[Floats] = []
         self.single: dict[int, tuple[Ints, Ints, Ints]] = {}
@@ -207,7 +279,7 @@ class _Draft:
     def finish(self) -> Layout:
         for mine in self.columns:
             # Each node takes one choice.
-            self.entries.add(np.full(len(mine), self._add_rows(1, 1.0, 1.0)), mine, 1.0)
+            self.rows.add_entries(np.full(len(mine), self.rows.add_rows(1, 1.0, 1.0)), mine, 1.0)
         by_share: dict[int, list[int]] = {}
         for edge in self.priced.graph.edges:
             by_share.setdefault(edge.share, []).append(edge.index)
@@ -220,10 +292,9 @@ class _Draft:
         if self.overlaps:
             # Its price is set by `build_program`.
             unhidden = self._add_columns(np.array([_ZERO]))
-            overlap_row = self._add_rows(2, 0.0, np.inf)
-            self.entries.add(overlap_row + np.arange(2), np.repeat(unhidden, 2), 1.0)
+            overlap_row = self.rows.add_rows(2, 0.0, np.inf)
+            self.rows.add_entries(overlap_row + np.arange(2), np.repeat(unhidden, 2), 1.0)
         starts = np.cumsum([0, *(len(node.choices) for node in self.priced.nodes)])
-        rows, columns, values = self.entries.joined()
         none = np.zeros(0, np.int64)
         return Layout(
             choices=Choices(
@@ -236,11 +307,11 @@ class _Draft:
             node_prices=np.concatenate([start + kept for start, kept in zip(starts, self.kept)]),
             other_prices=np.concatenate([*self.prices, none]),
             other_shares=np.concatenate([*self.shares, np.zeros(0)]),
-            lower=self.lower,
-            upper=self.upper,
-            rows=rows,
-            columns=columns,
-            values=values,
+            lower=self.rows.lower,
+            upper=self.rows.upper,
+            rows=np.concatenate(self.rows.rows),
+            columns=np.concatenate(self.rows.columns),
+            values=np.concatenate(self.rows.values),
             groups=Groups.of(self.shared),
             overlap_row=overlap_row,
             # The last column that was added.
@@ -256,12 +327,6 @@ class _Draft:
         self.prices.append(places)
         self.shares.append(np.ones(len(places)) if shares is None else shares)
         return np.arange(first, self.num_columns)
-
-    def _add_rows(self, count: int, lower: float, upper: float) -> int:
-        first = len(self.lower)
-        self.lower += [lower] * count
-        self.upper += [upper] * count
-        return first
 
     def _add_single(self, index: int) -> None:
         """Add the flows of an edge whose conversions are its own."""
@@ -323,9 +388,9 @@ class _Draft:
             (sides.q, sides.targets, sides.target_places, edge.target),
         ):
             # For each split, its flows sum to as much as the choices that give it.
-            first = self._add_rows(len(specs), 0.0, 0.0)
-            self.entries.add(first + of_flow, flow, 1.0)
-            self.entries.add(first + choices, self.columns[node], -1.0)
+            first = self.rows.add_rows(len(specs), 0.0, 0.0)
+            self.rows.add_entries(first + of_flow, flow, 1.0)
+            self.rows.add_entries(first + choices, self.columns[node], -1.0)
 
 
 class _Sides(NamedTuple):

@@ -2,7 +2,7 @@
 
 Variables: `x[n, k]`, node n takes choice k; `y[e, p, q]`, edge e converts split p to split q. Flow
 constraints tie `y` to the `x` on both sides: the local-polytope form, whose relaxation is integral
-for most of these problems. Edges that share conversions pay for each once; see `_sharing.py`. With
+for most of these problems. Edges that share conversions pay for each once; see `_layout.py`. With
 an overlapping target, choices and conversions pay what nothing can hide, and `z` is the rest of the
 collectives for which there is not enough compute to hide them.
 Only `x` need be integer; the others then are, too.
@@ -30,8 +30,7 @@ from ....cost import (
     queues,
 )
 from ....graph import Phase
-from ._layout import Choices, Layouts, Prices, lay_out
-from ._sharing import Groups
+from ._layout import Choices, Groups, Layouts, Prices, Rows, lay_out
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -39,8 +38,8 @@ Ints = NDArray[np.int64]
 MIXED = 1e-6
 
 
-@dataclass(slots=True)
-class Program:
+@dataclass(slots=True, kw_only=True)
+class Program(Rows):
     """A linear program that grows by columns and rows; `arrays()` joins them.
 
     Attributes:
@@ -52,11 +51,6 @@ class Program:
 
     cost: list[Floats] = field(default_factory=list)
     num_columns: int = 0
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    rows: list[Ints] = field(default_factory=list)
-    columns: list[Ints] = field(default_factory=list)
-    values: list[Floats] = field(default_factory=list)
     groups: Groups = field(default_factory=lambda: Groups.of({}))
     excess: dict[int, int] = field(default_factory=dict)
     global_rows: list[tuple[int, Floats]] = field(default_factory=list)
@@ -67,19 +61,6 @@ class Program:
         self.cost.append(cost)
         self.num_columns += len(cost)
         return np.arange(first, self.num_columns)
-
-    def add_rows(self, count: int, lower: float, upper: float) -> int:
-        """New rows with common bounds; returns the first one's number."""
-        first = len(self.lower)
-        self.lower += [lower] * count
-        self.upper += [upper] * count
-        return first
-
-    def add_entries(self, rows: Ints, columns: Ints, values: Floats | float) -> None:
-        """Add coefficients."""
-        self.rows.append(np.asarray(rows, np.int64))
-        self.columns.append(np.asarray(columns, np.int64))
-        self.values.append(np.broadcast_to(np.asarray(values, np.float64), np.shape(columns)))
 
     def share(self, values: Floats) -> bool:
         """Add excess columns for shared conversions that a solution does not pay in full; True if
@@ -95,7 +76,8 @@ class Program:
         first = self.groups.first[groups]
         cost = np.concatenate(self.cost)[first]
         of_rows = [
-            (row, _padded(values, self.num_columns)[first]) for row, values in self.global_rows
+            (row, np.concatenate((values, np.zeros(self.num_columns - len(values))))[first])
+            for row, values in self.global_rows
         ]
         # An excess that costs no time and takes no memory needs no column.
         some = np.any([cost != 0, *(values != 0 for _, values in of_rows)], axis=0)
@@ -159,18 +141,12 @@ def build_program(
             columns = np.flatnonzero(values)
             program.add_entries(np.full(len(columns), row), columns, values[columns] / unit_s)
             program.global_rows.append((row, values / unit_s))
-    _add_exposed_copies(program, layout.choices, priced)
-    return program, layout.choices
-
-
-def _add_exposed_copies(program: Program, choices: Choices, priced: Priced) -> None:
-    """For each stretch of copies between device and host memory a variable `e`: the seconds for
-    which it waits, `e >= copies - compute beside them`; and for each phase the seconds for which
-    the step waits, at least those of the stretches of either direction.
-    """
-    seconds = copy_seconds(priced) if priced.copies else []
+    # For each stretch of copies between device and host memory a variable `e`: the seconds for
+    # which it waits, `e >= copies - compute beside them`; and for each phase the seconds for which
+    # the step waits, at least those of the stretches of either direction.
+    copies_s = copy_seconds(priced) if priced.copies else []
     # As above, in units of the longest copy.
-    unit_s = max([float(np.max(s)) for s in seconds], default=0.0) or 1.0
+    unit_s = max([float(np.max(s)) for s in copies_s], default=0.0) or 1.0
     of_phase: dict[Phase, int] = {}
     of_direction: dict[tuple[Phase, bool], int] = {}
     for group in queues(priced.copies):
@@ -184,21 +160,24 @@ def _add_exposed_copies(program: Program, choices: Choices, priced: Priced) -> N
             program.add_entries(np.array([of_direction[direction]]), ends, -1.0)
         program.add_entries(np.array([of_direction[direction]]), np.array([column]), 1.0)
         for queue in group:
-            waits: list[Floats | float] = [0.0] * len(choices.columns)
+            waits: list[Floats | float] = [0.0] * len(layout.choices.columns)
             fixed = 0.0
             for k in queue.members:
                 node = priced.copies[k].node
                 if node < 0:
-                    fixed += float(seconds[k][0])
+                    fixed += float(copies_s[k][0])
                 else:
-                    waits[node] = waits[node] + seconds[k]
+                    waits[node] = waits[node] + copies_s[k]
             room = np.array(queue.room)
             row = program.add_rows(1, -np.inf, -fixed / unit_s)
             program.add_entries(np.array([row]), np.array([column]), -1.0)
-            for n, (columns, kept) in enumerate(zip(choices.columns, choices.allowed, strict=True)):
+            for n, (columns, kept) in enumerate(
+                zip(layout.choices.columns, layout.choices.allowed, strict=True)
+            ):
                 values = (waits[n] - room @ priced.nodes[n].compute)[kept] / unit_s
                 some = np.flatnonzero(values)
                 program.add_entries(np.full(len(some), row), columns[some], values[some])
+    return program, layout.choices
 
 
 def add_memory_row(
@@ -269,11 +248,6 @@ def conversion_columns(
     return np.array(list(weights), np.int64), np.array(list(weights.values()))
 
 
-def _padded(values: Floats, length: int) -> Floats:
-    """Values of all columns, zero for those that came later."""
-    return np.concatenate((values, np.zeros(length - len(values))))
-
-
 def mixed_timeline(choices: Choices, priced: Priced, model: MemoryModel, values: Floats) -> Floats:
     """Bytes over time under a solution that may mix choices."""
 
@@ -311,12 +285,9 @@ def is_mixed(choices: Choices, values: Floats) -> bool:
 
 def exclude(program: Program, choices: Choices, picks: Ints) -> None:
     """Forbid one combination of choices."""
-    chosen = [
-        columns[np.flatnonzero(kept == pick)]
-        for columns, kept, pick in zip(
-            choices.columns, choices.allowed, picks.tolist(), strict=True
-        )
-    ]
+    chosen = []
+    for columns, kept, pick in zip(choices.columns, choices.allowed, picks.tolist(), strict=True):
+        chosen.append(columns[np.flatnonzero(kept == pick)])
     excluded = np.concatenate(chosen)
     # At least one of the picks must change.
     row = program.add_rows(1, -np.inf, float(len(picks) - 1))

@@ -51,10 +51,9 @@ def rules_out(
         is_mixed = values[of_node] > MIXED
         # One branch for each mixed choice, the most likely to fail first, and one for all other
         # choices.
-        branches = [
-            np.delete(of_node, k)
-            for k in np.flatnonzero(is_mixed)[np.argsort(-values[of_node][is_mixed])]
-        ]
+        branches = []
+        for k in np.flatnonzero(is_mixed)[np.argsort(-values[of_node][is_mixed])]:
+            branches.append(np.delete(of_node, k))
         if not is_mixed.all():
             branches.append(of_node[is_mixed])
         for excluded in branches:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ....core import InfeasibleError, InputError, PlanMismatchError, nearest
-from ....cost import (
+from ...core import InfeasibleError, InputError, PlanMismatchError, nearest
+from ...cost import (
     AbstractChain,
     ChainPlan,
     StageChoice,
@@ -16,9 +15,9 @@ from ....cost import (
     judge_stages,
     simulate_stages,
 )
-from ....plans import GIVEN_LAYOUT, SCHEDULES, training_schedules
-from ..._helper import HelperProcess
-from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
+from ...plans import GIVEN_LAYOUT, SCHEDULES, training_schedules
+from .._helper import HelperProcess
+from ._base import NO_LIMITS, AbstractInter, StageLimits, check_chains, proposed
 
 _ASKED = "these stages cannot be used"
 _ADVICE = (
@@ -80,7 +79,7 @@ class ManualStages(AbstractInter):
         helper: HelperProcess | None = None,
         start: ChainPlan | None = None,
     ) -> ChainPlan:
-        """See `AbstractInter.solve`. The stages are given; `start` is ignored.
+        """The stages are given; `start` is ignored.
 
         Raises:
             PlanMismatchError: Units left out or in two stages, devices used twice or beyond the
@@ -114,16 +113,23 @@ class ManualStages(AbstractInter):
             else:
                 plans.append(simulate_stages(chain, plan)[0])
         if not plans:
-            raise _too_large(min(too_large, key=lambda entry: entry[0]))
+            peak_bytes, chain, faults = min(too_large, key=lambda entry: entry[0])
+            listed = "".join(f"\n  - {fault}" for fault in faults)
+            raise InfeasibleError(
+                f"These stages do not fit, with {chain.num_micro_batches} micro-batches:{listed}\n"
+                "  Move units to stages with room, or choose options that recompute or split more,"
+                " or more micro-batches.",
+                required_bytes=int(peak_bytes),
+                available_bytes=int(chain.memory_limit_bytes),
+            )
         return replace(min(plans, key=lambda plan: plan.step_time_s), status=GIVEN_LAYOUT)
 
     def _stages(self, chain: AbstractChain) -> list[StageChoice]:
         names = [option.name for option in chain.options]
-        faults = [
-            f"stage {k} has an unknown option {o!r}: {nearest(o, names)}"
-            for k, o in enumerate(self.options)
-            if isinstance(o, str) and o not in names
-        ]
+        faults = []
+        for k, o in enumerate(self.options):
+            if isinstance(o, str) and o not in names:
+                faults.append(f"stage {k} has an unknown option {o!r}: {nearest(o, names)}")
         faults += [
             f"stage {k} has option {o}, but there are {len(names)}, from 0 on"
             for k, o in enumerate(self.options)
@@ -148,43 +154,23 @@ class ManualStages(AbstractInter):
         in_flight = chain_in_flight(
             self.schedule, chain.num_micro_batches, count, submeshes
         ).tolist()
-        return [
-            self._with_unit_options(chain, s, k, -(-count // submeshes))
-            for s, k in zip(stages, in_flight)
-        ]
-
-    def _with_unit_options(
-        self, chain: AbstractChain, stage: StageChoice, in_flight: float, chunks: int
-    ) -> StageChoice:
-        """The stage with the fastest options for its units, within the memory limit if possible."""
-        for limit_bytes in (chain.memory_limit_bytes, math.inf):
-            proposed = chain.propose(
+        chosen = []
+        for stage, kept in zip(stages, in_flight):
+            # The fastest options for its units.
+            choice = proposed(
+                chain,
                 stage.option,
                 stage.first_unit,
                 stage.last_unit,
                 first_device=stage.first_device,
-                in_flight=in_flight,
-                chunks=chunks,
-                limit_bytes=limit_bytes,
+                in_flight=kept,
+                chunks=-(-count // submeshes),
             )
-            if proposed is not None:
-                return proposed
-        return stage
+            chosen.append(choice or stage)
+        return chosen
 
     def _one_behind_the_other(self, sizes: list[int]) -> list[int]:
         submeshes = self.num_submeshes or len(sizes)
         placement = SCHEDULES[self.schedule].placement(len(sizes), submeshes)
         # Interleaved stages take the devices of the first stage on their submesh.
         return [sum(sizes[:place]) for place in placement]
-
-
-def _too_large(shortage: tuple[float, AbstractChain, tuple[str, ...]]) -> InfeasibleError:
-    peak_bytes, chain, faults = shortage
-    listed = "".join(f"\n  - {fault}" for fault in faults)
-    return InfeasibleError(
-        f"These stages do not fit, with {chain.num_micro_batches} micro-batches:{listed}\n  Move"
-        " units to stages with room, or choose options that recompute or split more, or more"
-        " micro-batches.",
-        required_bytes=int(peak_bytes),
-        available_bytes=int(chain.memory_limit_bytes),
-    )

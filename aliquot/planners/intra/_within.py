@@ -1,4 +1,6 @@
-"""`Within`: the pipelines among which a search looks, if not among all."""
+"""`Within`: restrictions of a search for pipelines; and `Restricted`, the intra planner that keeps
+to them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ....core import InputError, listing, nearest, shortened
+import numpy as np
+
+from ...core import InputError, listing, nearest, shortened
+from ...cost import Priced, Problem, distinct_specs, joined_axes, sum_collective
+from ...graph import Role
+from ...sharding import reshard
+from ._base import AbstractIntra, AbstractRule, Ints
+from .fixed import kinds_of, regular_choices
 
 Shape = tuple[int, int]
 _SUBMESHES = ("all", "powers-of-two", "small-powers-of-two")
@@ -68,11 +77,9 @@ class Within:
                 )
         if not self.imbalance >= 0:
             faults.append(f"imbalance={self.imbalance} must not be negative")
-        faults += [
-            f"without={each!r}: {nearest(str(each), _COLLECTIVES)}"
-            for each in self.without
-            if each not in _COLLECTIVES
-        ]
+        for each in self.without:
+            if each not in _COLLECTIVES:
+                faults.append(f"without={each!r}: {nearest(str(each), _COLLECTIVES)}")
         if faults:
             raise InputError(listing("A search cannot be restricted so", faults))
 
@@ -116,11 +123,11 @@ class Within:
     def parts(self) -> Sequence[Within]:
         """Each restriction alone."""
         free = Within()
-        return [
-            replace(free, **{f.name: getattr(self, f.name)})
-            for f in fields(self)
-            if getattr(self, f.name) != getattr(free, f.name)
-        ]
+        found = []
+        for f in fields(self):
+            if getattr(self, f.name) != getattr(free, f.name):
+                found.append(replace(free, **{f.name: getattr(self, f.name)}))
+        return found
 
     @property
     def restricts_splits(self) -> bool:
@@ -163,3 +170,93 @@ class Within:
             *(["the batch on the first axis"] if self.batch_on_first_axis else []),
         ]
         return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restricted(AbstractRule):
+    """Another planner, which sees only what a search may use.
+
+    Attributes:
+        rest: decides.
+        within: among what.
+    """
+
+    rest: AbstractIntra
+    within: Within
+
+    @property
+    def name(self) -> str:
+        return self.rest.name
+
+    @property
+    def gathers_once(self) -> bool:
+        return self.rest.gathers_once
+
+    @property
+    def ways_beside_tensor(self) -> int:
+        return self.rest.ways_beside_tensor
+
+    @property
+    def bound_holds_for(self) -> str:
+        scope = self.rest.bound_holds_for
+        return f"{scope}, {self.within}" if scope else f"plans with {self.within}"
+
+    @property
+    def stage_imbalance(self) -> float:
+        return self.within.imbalance
+
+    def stage_axes(self, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+        return self.rest.stage_axes(shape)
+
+    def stage_choices(
+        self, problem: Problem, mesh_shape: tuple[int, ...], data_axes: frozenset[int]
+    ) -> list[Ints] | None:
+        """See `AbstractIntra.stage_choices`: those of the other planner that are allowed."""
+        within, cluster = self.within, problem.cluster
+        data = int(np.prod([mesh_shape[a] for a in data_axes], dtype=int))
+        mesh = data, int(np.prod(mesh_shape)) // data
+        if not within.allows((cluster.num_hosts, cluster.devices_per_host), mesh):
+            return []
+        kinds = kinds_of(problem)
+        projections = []
+        for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):
+            if item.role is Role.PARAMETER and not within.replicated_parameters:
+                projections.append((port.node, port.projection))
+        choices = self.rest.stage_choices(problem, mesh_shape, data_axes)
+        if choices is None:
+            choices = regular_choices(problem.nodes, kinds, mesh_shape, data_axes)
+        if not choices:
+            return []
+        left = []
+        for node, table in zip(problem.nodes.nodes, choices, strict=True):
+            allowed = np.ones(len(table), bool)
+            for collective in node.collectives:
+                if collective.kind in within.without:
+                    for _, rows in joined_axes(table, collective.factors):
+                        allowed[rows] = False
+            for _, projection in (each for each in projections if each[0] == node.index):
+                specs, spec_of = distinct_specs(table, projection)
+                is_split = np.array([max(spec) >= 0 for spec in specs])[spec_of]
+                # What cannot be split, such as a single number, is whole on every device.
+                allowed &= is_split | ~is_split.any()
+            if within.batch_on_first_axis and (batch := problem.nodes.batch_factors[node.index]):
+                allowed &= ~np.isin(table[:, 1:], list(batch)).any(axis=1)
+            left.append(table[allowed])
+        return left
+
+    def as_allowed(self, priced: Priced) -> Priced:
+        """See `AbstractIntra.as_allowed`: conversions that take a forbidden collective cost
+        infinitely much.
+        """
+        if not self.within.without:
+            return priced
+        edges = []
+        for edge, costs in zip(priced.graph.edges, priced.edges, strict=True):
+            sums = sum_collective(edge, priced.target)
+            seconds = np.array(costs.seconds)
+            for p, q in np.argwhere(costs.moves & np.isfinite(seconds)):
+                moves = reshard(costs.sources[p], costs.targets[q], priced.axis_sizes, sums) or ()
+                if any(move.kind in self.within.without for move in moves):
+                    seconds[p, q] = np.inf
+            edges.append(replace(costs, seconds=seconds))
+        return replace(priced, edges=tuple(edges))

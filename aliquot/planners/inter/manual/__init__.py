@@ -1,3 +1,0 @@
-"""Stages as a user gives them."""
-
-from ._manual import ManualStages as ManualStages
