@@ -52,7 +52,13 @@ def plan_measured(find: Callable[[Cluster], Plan], graph: Graph, asked: PlanOpti
         # Measure a launch and one operator if the database lacks them, so that it can be read.
         from .profiling import LAUNCH, Operator, ProfileDatabase, profile_operators
 
-        _require_here(cluster)
+        here = Cluster.detect()
+        if (here.device.name, here.num_devices) != (cluster.device.name, cluster.num_devices):
+            raise InputError(
+                "To measure, the plan must be for the devices of this process: they are"
+                f" {here.name}, and the plan is for {cluster.name}. Use --cluster detect, or"
+                " measure there and copy the database."
+            )
         alone = (cluster.num_devices,)
         with ProfileDatabase(profiles) as database:
             profile_operators(
@@ -96,17 +102,6 @@ def _measure_missing(planned: PlannedStep, profiles: str | Path, progress: Progr
             operators_of_plan(planned), database, budget_s=math.inf, progress=progress
         )
     return run.num_measured > 0
-
-
-def _require_here(cluster: Cluster) -> None:
-    """Raise InputError if a cluster's devices are not those of this process."""
-    here = Cluster.detect()
-    if (here.device.name, here.num_devices) != (cluster.device.name, cluster.num_devices):
-        raise InputError(
-            f"To measure, the plan must be for the devices of this process: they are {here.name},"
-            f" and the plan is for {cluster.name}. Use --cluster detect, or measure there and copy"
-            " the database."
-        )
 
 
 def check_profiles(

@@ -296,11 +296,12 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
     import jax
 
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())}
-    if options.global_batch is not None and sizes and options.global_batch not in sizes:
+    wanted = options.global_batch
+    if wanted is not None and sizes and wanted not in sizes:
         listed = ", ".join(map(str, sorted(sizes)))
         raise InputError(
-            f"{name} made a batch of {listed}, and --global-batch says {options.global_batch}."
-            " Leave the option out, or give the factory an argument global_batch and make a batch of that"
+            f"{name} made a batch of {listed}, and --global-batch says {wanted}. Leave the"
+            " option out, or give the factory an argument global_batch and make a batch of that"
             " size."
         )
     reference = ModelReference(

@@ -39,7 +39,9 @@ def alike_layers(graph: Graph, items: Sequence[Item]) -> tuple[tuple[int, int], 
     layers: list[tuple[int, int]] = []
     for run in _runs([key for _, key in products], 0):
         found = _cut(run, places, crossing)
-        parts = [[items[k] for k in forward[a:b]] for a, b in found]
+        parts = []
+        for a, b in found:
+            parts.append([items[k] for k in forward[a:b]])
         if all(_reads_from(one, other) for one, other in itertools.pairwise(parts)):
             layers += found
     return tuple((forward[a], forward[b - 1] + 1) for a, b in layers)

@@ -226,17 +226,6 @@ def _garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _refuse_huge_arrays(values: Sequence[Value]) -> None:
-    """Raise `CaptureError` for an array with more elements than float64 can count exactly."""
-    largest = max(values, key=lambda value: math.prod(value.shape), default=None)
-    if largest is not None and math.prod(largest.shape) > _MOST_ELEMENTS:
-        raise CaptureError(
-            f"the step has an array {largest.dtype}[{', '.join(map(str, largest.shape))}], of"
-            f" {math.prod(largest.shape):.1e} elements, and can have {_MOST_ELEMENTS:.1e} at most."
-            " Make the model or the batch smaller."
-        )
-
-
 def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
     """Trace the step, inline its jaxpr, and find phases, successors of state, and roles."""
     # `calling.run` writes the structure of the results into `calling`; with a copy, traces do not
@@ -286,7 +275,13 @@ class _Traced(msgspec.Struct, frozen=True, kw_only=True):
         inputs = [inliner.new_value(v.aval) for v in closed.jaxpr.invars]
         body = inliner.block(closed.jaxpr, closed.consts, inputs, "", 1)
         values = tuple(inliner.values)
-        _refuse_huge_arrays(values)
+        largest = max(values, key=lambda value: math.prod(value.shape), default=None)
+        if largest is not None and math.prod(largest.shape) > _MOST_ELEMENTS:
+            raise CaptureError(
+                f"the step has an array {largest.dtype}[{', '.join(map(str, largest.shape))}], of"
+                f" {math.prod(largest.shape):.1e} elements, and can have {_MOST_ELEMENTS:.1e} at"
+                " most. Make the model or the batch smaller."
+            )
         drafts = inliner.drafts
         phases = assign_phases(drafts, len(values), inliner.decided)
         ops = tuple(

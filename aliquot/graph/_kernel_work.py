@@ -147,12 +147,10 @@ class _Reader:
                 constant = given[:num_consts]
                 self._inside(params["jaxpr"], constant, share, times * params["length"])
                 return []
-        bodies = [
-            part
-            for param in params.values()
-            for part in (param if isinstance(param, tuple | list) else (param,))
-            if compat.holds_jaxpr(part)
-        ]
+        bodies: list[Any] = []
+        for param in params.values():
+            parts = param if isinstance(param, tuple | list) else (param,)
+            bodies += filter(compat.holds_jaxpr, parts)
         if len(bodies) == 1 and len(compat.open_body(bodies[0])[0].invars) == len(given):
             return self._inside(bodies[0], given, share, times)
         for part in bodies:

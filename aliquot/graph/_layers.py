@@ -187,11 +187,19 @@ def narrowest_bytes(graph: Graph, operators: Sequence[tuple[int, int]]) -> list[
     return found
 
 
+def _places_of_operators(items: Sequence[Item], forward: Sequence[int]) -> dict[int, int]:
+    """For each operator of the forward pass the place of its item."""
+    place_of: dict[int, int] = {}
+    for place, k in enumerate(forward):
+        place_of.update(dict.fromkeys(items[k].ops, place))
+    return place_of
+
+
 def _spans(
     items: Sequence[Item], forward: Sequence[int], operators: Sequence[tuple[int, int]]
 ) -> list[range]:
     """The places between the two operators of each pair."""
-    place_of: dict[int, int] = {op: place for place, k in enumerate(forward) for op in items[k].ops}
+    place_of = _places_of_operators(items, forward)
     return [range(place_of.get(before, 0) + 1, place_of[after] + 1) for before, after in operators]
 
 
@@ -347,14 +355,14 @@ def _parameters_of(graph: Graph, items: Sequence[Item], forward: Sequence[int]) 
     carries: dict[int, list[str]] = {
         i.value: [i.path] for i in graph.inputs if i.role is Role.PARAMETER
     }
+
+    def used_by(item: Item) -> list[str]:
+        return list(dict.fromkeys(itertools.chain(*(carries.get(i, []) for i in item.inputs))))
+
     for item in items:
-        if item.shared:
-            paths = [p for i in item.inputs for p in carries.get(i, [])]
-            if paths:
-                carries |= dict.fromkeys(item.outputs, paths)
-    return [
-        list(dict.fromkeys(p for i in items[k].inputs for p in carries.get(i, []))) for k in forward
-    ]
+        if item.shared and (paths := used_by(item)):
+            carries |= dict.fromkeys(item.outputs, paths)
+    return [used_by(items[k]) for k in forward]
 
 
 def _places(
@@ -366,7 +374,7 @@ def _places(
     users: Sequence[Sequence[str]],
 ) -> list[int]:
     """Good places to cut, in order, without both ends."""
-    place_of: dict[int, int] = {op: place for place, k in enumerate(forward) for op in items[k].ops}
+    place_of = _places_of_operators(items, forward)
     cuts: set[int] = set()
     covered = np.zeros(len(forward) + 1, bool)
     for run in find_repeats(graph).runs:
@@ -408,10 +416,9 @@ def _places_in_run(
             continue
         inner = crossing[places[1:-1]] if len(places) > 2 else crossing[places]
         ends = [*places[1:], min(places[-1] + places[1] - places[0], len(users))]
-        mixed = sum(
-            len({_numbers(p) for u in users[a:b] for p in u} - {()})
-            for a, b in zip(places, ends, strict=True)
-        )
+        mixed = 0
+        for a, b in zip(places, ends, strict=True):
+            mixed += len(set(map(_numbers, itertools.chain(*users[a:b]))) - {()})
         rated.append((float(inner.max()), mixed, places))
     # One more scalar that crosses (an auxiliary loss) is no reason to cut through a layer.
     least = min((entry[0] for entry in rated), default=0.0)

@@ -111,8 +111,12 @@ def most_at_once(
     Args:
         num_bytes: of each recomputed value; values without an entry count as 0.
     """
-    last_read = {i: k for k, item in enumerate(backward) for i in item.inputs}
-    starts = {o: run.after for run in runs for item in run.items for o in item.outputs}
+    last_read: dict[ValueId, int] = {}
+    for k, item in enumerate(backward):
+        last_read.update(dict.fromkeys(item.inputs, k))
+    starts: dict[ValueId, int] = {}
+    for run in runs:
+        starts.update(dict.fromkeys(made_at(run.items), run.after))
     for run in runs:
         for item in run.items:
             for i in item.inputs:

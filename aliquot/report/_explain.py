@@ -125,7 +125,10 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
     told = _subjects(plan)
     rest = [other for other in alternatives if other.subject not in told and not _is_as_fast(other)]
     if rest:
-        parts.append(_alternatives(rest))
+        rows = [(other.subject, other.chosen, _best_other(other)) for other in rest]
+        parts.append(
+            columns("Other decisions", ("what", "chosen", "best alternative (predicted)"), rows)
+        )
     if any(_is_faster(other) for other in alternatives):
         parts.append(
             Text(
@@ -202,8 +205,3 @@ def _is_as_fast(other: Alternative) -> bool:
         seconds is not None
         and abs(seconds - other.chosen_step_time_s) <= _ROUNDING * other.chosen_step_time_s
     )
-
-
-def _alternatives(others: Sequence[Alternative]) -> Group:
-    rows = [(other.subject, other.chosen, _best_other(other)) for other in others]
-    return columns("Other decisions", ("what", "chosen", "best alternative (predicted)"), rows)

@@ -22,7 +22,9 @@ def verification(figures: Mapping[str, Any]) -> Group:
     Args:
         figures: as `aliquot.verification.Verification.to_dict` gives them.
     """
-    parts: list[RenderableType] = [Text(_headline(figures), style="bold")]
+    verdict = "Fits" if figures["fits"] else "Does not fit"
+    said = f"{verdict}: compiled for {figures['num_devices']} x {figures['target']}."
+    parts: list[RenderableType] = [Text(said, style="bold")]
     for index, stage in enumerate(figures["stages"]):
         if len(figures["stages"]) > 1:
             if index == 0 and len(figures["submesh_bytes"]) < len(figures["stages"]):
@@ -32,11 +34,6 @@ def verification(figures: Mapping[str, Any]) -> Group:
     if figures["remarks"]:
         parts += [Text(""), *(Text(remark) for remark in figures["remarks"])]
     return Group(*parts)
-
-
-def _headline(figures: Mapping[str, Any]) -> str:
-    verdict = "Fits" if figures["fits"] else "Does not fit"
-    return f"{verdict}: compiled for {figures['num_devices']} x {figures['target']}."
 
 
 def _shared(figures: Mapping[str, Any]) -> str:

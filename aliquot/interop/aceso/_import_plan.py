@@ -173,7 +173,8 @@ def plan_of(
         semantics=semantics if count > 1 else "exact",
         memory_limit_bytes=memory_limit_bytes,
     )
-    firsts = _first_operators(configuration)
+    lengths = [len(stage.tensor) for stage in configuration.stages]
+    firsts = [sum(lengths[:k]) for k in range(len(lengths))]
     layers = _cut(graph, operators, firsts)
     layered = layer_step(graph, count, layers=layers, semantics=task.semantics)
     decision, notes = _decide(configuration, operators, firsts, layered, task)
@@ -187,11 +188,6 @@ def plan_of(
         layers=layers,
     )
     return msgspec.structs.replace(plan, notes=(*plan.notes, *notes))
-
-
-def _first_operators(configuration: Configuration) -> list[int]:
-    lengths = [len(stage.tensor) for stage in configuration.stages]
-    return [sum(lengths[:k]) for k in range(len(lengths))]
 
 
 def _cut(graph: Graph, operators: OperatorMap, firsts: Sequence[int]) -> str | int:

@@ -326,9 +326,10 @@ class StageSplits:
                 if name.startswith(MIXED) and not is_state:
                     choices = choices[np.isin(choices[:, axis], [-1, *batch, *follow])]
                 else:
-                    choices = _as_far_as_possible(
-                        choices, axis, batch if name.startswith(DATA) else follow
+                    wanted = np.isin(
+                        choices[:, axis], list(batch if name.startswith(DATA) else follow)
                     )
+                    choices = choices[wanted if wanted.any() else choices[:, axis] == -1]
             allowed.append(choices)
         return allowed
 
@@ -362,14 +363,6 @@ class StageSplits:
 
     def _fault(self, operator: int, what: str) -> None:
         self.faults.append(f"operator {operator}, {self.operators.names[operator]}: {what}")
-
-
-def _as_far_as_possible(choices: Ints, axis: int, factors: set[int] | frozenset[int]) -> Ints:
-    """The choices in which an axis splits one of some factors; if there are none, those in which it
-    splits nothing.
-    """
-    wanted = np.isin(choices[:, axis], list(factors))
-    return choices[wanted if wanted.any() else choices[:, axis] == -1]
 
 
 def layers_differ(

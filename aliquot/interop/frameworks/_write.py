@@ -62,6 +62,7 @@ def settings_of(plan: Plan, lose: Callable[[str], None]) -> Settings:
             )
         recompute = "block"
     layers = _layers_of_stages(plan)
+    shapes = [a.shape for a in plan.inputs if a.role == "batch" and len(a.shape) == 2]
     return Settings(
         **layout,
         stage_layers=() if is_even(layers) else layers,
@@ -72,13 +73,8 @@ def settings_of(plan: Plan, lose: Callable[[str], None]) -> Settings:
         recompute=recompute,
         # How 8 bits are scaled is left to the framework.
         dtype=str(model.get("dtype", "bf16")).partition("-")[0],
-        seq_len=_seq_len(plan),
+        seq_len=max((shape[1] for shape in shapes), default=None),
     )
-
-
-def _seq_len(plan: Plan) -> int | None:
-    shapes = [a.shape for a in plan.inputs if a.role == "batch" and len(a.shape) == 2]
-    return max((shape[1] for shape in shapes), default=None)
 
 
 def _layers_of_stages(plan: Plan) -> tuple[int, ...]:
@@ -219,18 +215,20 @@ def export_plan(plan: Plan, to: str) -> Written:
         # Rules say every split, so that nothing is left to degrees.
         lost = [text for text in lost if not text.startswith(_BY_DEGREES)]
         axes, rules, splits = _rules.write_maxtext(plan, lost.append)
-    written = write_settings(to, settings, _model_fields(plan), lost, axes, rules)
-    return replace(written, splits=splits)
-
-
-def _model_fields(plan: Plan) -> dict[str, Any]:
-    """The name of a plan's model, and how many layers its parameters have."""
     paths = [(_LAYER.match(a.path), a) for a in plan.inputs if a.role == "parameter"]
     numbers = {match[1] for match, _ in paths if match}
     # Stacked layers are the first dim of each of their arrays.
     stacked = [a.shape[0] for _, a in paths if re.search(r"\blayers\.", a.path) and a.shape]
     layers = len(numbers) or max(stacked, default=0)
-    return {"name": plan.model.name, **({"num_layers": layers} if layers else {})}
+    written = write_settings(
+        to,
+        settings,
+        {"name": plan.model.name, **({"num_layers": layers} if layers else {})},
+        lost,
+        axes,
+        rules,
+    )
+    return replace(written, splits=splits)
 
 
 def write_settings(
