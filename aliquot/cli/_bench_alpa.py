@@ -195,16 +195,18 @@ def list_suites(
             )
             say.finish({"suite": found.name, "cases": [asdict(c) for c in found.cases]})
             return
-        rows = [
-            {
-                "suite": each.name,
-                "cases": len(each.cases),
-                "devices": sorted({case.num_devices for case in each.cases}),
-                "kind": each.kind,
-                "about": each.about,
-            }
-            for each in known.values()
-        ]
+        rows = []
+        for each in known.values():
+            devices = sorted({case.num_devices for case in each.cases})
+            rows.append(
+                {
+                    "suite": each.name,
+                    "cases": len(each.cases),
+                    "devices": devices,
+                    "kind": each.kind,
+                    "about": each.about,
+                }
+            )
         say.show(
             table(
                 "Suites of benchmarks",

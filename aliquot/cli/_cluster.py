@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -149,7 +150,7 @@ def _errors(known: Sequence[ReportedSteps], spec: str, every: bool) -> Iterator[
             which = ", ".join([f"{kind.removesuffix('s')} parallelism", *rest])
             yield "expected error", f"{which}: {steps}"
     if others:
-        errors = sorted(error for steps in others for error in steps.errors)
+        errors = sorted(itertools.chain(*(steps.errors for steps in others)))
         low, high = (1 / (1 + error) for error in (errors[-1], errors[0]))
         yield (
             "other frameworks",

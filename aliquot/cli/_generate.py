@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -192,7 +193,7 @@ def _texts(
     used = (meta.get("data") or {}).get("tokenizer", "bytes")
     if prompts is None:
         numbers = [each.replace(",", " ").split() for each in tokens or ()]
-        wrong = [n for each in numbers for n in each if not n.isdecimal()]
+        wrong = [n for n in itertools.chain(*numbers) if not n.isdecimal()]
         if wrong or not all(numbers):
             raise InputError(
                 f"--tokens takes numbers of tokens, such as 72,101, and {wrong[0]!r} is none."

@@ -153,7 +153,10 @@ def _kinds(
     if device is None:
         return list(table)
     names = [name.strip() for name in device.split(",") if name.strip()]
-    return [host for name in names for host in _hosts_of(name, devices_per_host, table, given)]
+    hosts: list[HostPrice | tuple[str, int]] = []
+    for name in names:
+        hosts += _hosts_of(name, devices_per_host, table, given)
+    return hosts
 
 
 def _hosts_of(

@@ -131,16 +131,18 @@ def measured_curves(database: ProfileDatabase) -> list[dict[str, Any]]:
             size = float(operator.sizes[0])
             name = f"along {along} of {key.mesh}"
             series[operator.kind][name][size] = size / measurement.seconds / 1e9
-    return [
-        {
-            "file": family,
-            "title": _TITLES.get(family, f"{family.capitalize()}, measured"),
-            "horizontal": _HORIZONTAL.get(family, "bytes on each device"),
-            "unit": _UNITS.get(family, "GB/s of each device"),
-            "series": {name: dict(sorted(values.items())) for name, values in some.items()},
-        }
-        for family, some in sorted(series.items())
-    ]
+    curves = []
+    for family, some in sorted(series.items()):
+        curves.append(
+            {
+                "file": family,
+                "title": _TITLES.get(family, f"{family.capitalize()}, measured"),
+                "horizontal": _HORIZONTAL.get(family, "bytes on each device"),
+                "unit": _UNITS.get(family, "GB/s of each device"),
+                "series": {name: dict(sorted(values.items())) for name, values in some.items()},
+            }
+        )
+    return curves
 
 
 def _unlike_neighbours(database: ProfileDatabase) -> list[dict[str, Any]]:

@@ -71,13 +71,15 @@ def read_measured(database: ProfileDatabase, cluster: Cluster, *, of_any: bool =
             if entry.grade == grade:
                 # Points are computed, and equal ones may differ in the last digits.
                 by_point[np.round(entry.point, 9).tobytes()].append(entry)
+        ratios, spreads = [], []
         some = [by_point[key] for key in sorted(by_point)]
+        for same in some:
+            ratios.append(np.exp(np.mean([np.log(each.ratio) for each in same])))
+            spreads.append(max(each.spread for each in same))
         tables[table] = RatioTable(
             points=np.stack([same[0].point for same in some]),
-            ratios=np.array(
-                [np.exp(np.mean([np.log(each.ratio) for each in same])) for same in some]
-            ),
-            spreads=np.array([max(each.spread for each in same) for same in some]),
+            ratios=np.array(ratios),
+            spreads=np.array(spreads),
             grade=grade,
         )
     transfers = {

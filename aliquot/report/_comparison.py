@@ -4,6 +4,7 @@ step it is slower than the fastest.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -344,13 +345,8 @@ def notes_of(comparison: Comparison) -> list[str]:
     notes += comparison.left_out
     if comparison.prices_from:
         notes.append(f"Prices: {comparison.prices_from}.")
-    notes += [
-        note
-        for c in comparison.candidates
-        if c.plan
-        for note in c.plan.notes
-        if "do not divide" in note
-    ]
+    of_plans = itertools.chain(*(c.plan.notes for c in comparison.candidates if c.plan))
+    notes += [note for note in of_plans if "do not divide" in note]
     return list(dict.fromkeys(notes))
 
 
@@ -404,9 +400,8 @@ def mfu_of(plan: Plan, objective: str | None) -> float | None:
 def _dearest(plan: Plan) -> str:
     uses = [*plan.prediction.collectives]
     if not uses and is_pipeline(plan):
-        uses = [
-            use for stage in plan.stages if stage.prediction for use in stage.prediction.collectives
-        ]
+        for stage in plan.stages:
+            uses += stage.prediction.collectives if stage.prediction else ()
     sums: dict[tuple[str, tuple[str, ...]], float] = {}
     for use in uses:
         sums[use.kind, use.axes] = sums.get((use.kind, use.axes), 0.0) + use.seconds

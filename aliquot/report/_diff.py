@@ -82,12 +82,11 @@ def _arrays(
 ) -> list[Change]:
     """Changes of arrays, without those that repeat others; see `difference`."""
     inputs = [_unnamed(change, "input ") for change in inputs]
-    parameters = [change for change in inputs if roles.get(change.subject) == "parameter"]
-    endings = {
-        (ending, change.before, change.after)
-        for change in parameters
-        for ending in endings_of_path(change.subject)
-    }
+    endings = set()
+    for change in inputs:
+        if roles.get(change.subject) == "parameter":
+            for ending in endings_of_path(change.subject):
+                endings.add((ending, change.before, change.after))
     names = {ending for ending, _, _ in endings}
     kept = []
     for change in inputs:

@@ -65,6 +65,10 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
     in bytes.
     """
     p, provenance = plan.prediction, plan.provenance
+    stages = []
+    for index, stage in enumerate(plan.stages):
+        arrays = [asdict(group) for group in _groups(plan, index)]
+        stages.append(stage_data(stage) | {"arrays": arrays})
     return {
         "model": plan.model.name,
         "rebuild": rebuild(plan),
@@ -72,10 +76,7 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
         "cluster": plan.cluster.get("name"),
         "num_devices": plan_devices(plan),
         "idle_hosts": plan.idle_hosts,
-        "stages": [
-            stage_data(stage) | {"arrays": [asdict(group) for group in _groups(plan, index)]}
-            for index, stage in enumerate(plan.stages)
-        ],
+        "stages": stages,
         "num_micro_batches": plan.num_micro_batches,
         "micro_batch_semantics": plan.micro_batch_semantics,
         "combine": dict(plan.combine),
@@ -170,8 +171,10 @@ def _subjects(plan: Plan) -> set[str]:
     """
     if is_pipeline(plan):
         return set()
-    groups = {group.pattern for index in range(len(plan.stages)) for group in _groups(plan, index)}
-    return groups | {use.label for use in plan.prediction.collectives}
+    told = {use.label for use in plan.prediction.collectives}
+    for index in range(len(plan.stages)):
+        told |= {group.pattern for group in _groups(plan, index)}
+    return told
 
 
 def _groups(plan: Plan, index: int) -> list[ArrayGroup]:

@@ -277,6 +277,15 @@ class Sizing:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
+        sensitivity = []
+        for slower in SLOWER:
+            option = self.choice(slower)
+            named = option.cluster if option else None
+            time_s = option.training_s * slower if option and option.training_s else None
+            cost = option.cost * slower if option and option.cost is not None else None
+            sensitivity.append(
+                {"slower": slower, "choice": named, "training_s": time_s, "cost": cost}
+            )
         return {
             "model": self.model,
             "tokens": self.tokens,
@@ -288,17 +297,7 @@ class Sizing:
             "first_in_time": self.first_in_time,
             "is_complete": self.is_complete,
             "choice": chosen.cluster if (chosen := self.choice()) else None,
-            "sensitivity": [
-                {
-                    "slower": slower,
-                    "choice": option.cluster if option else None,
-                    "training_s": (
-                        option.training_s * slower if option and option.training_s else None
-                    ),
-                    "cost": option.cost * slower if option and option.cost is not None else None,
-                }
-                for slower, option in ((s, self.choice(s)) for s in SLOWER)
-            ],
+            "sensitivity": sensitivity,
             "options": [
                 {
                     "cluster": o.cluster,

@@ -157,12 +157,10 @@ def _memory_rows(
     left.append(("(arguments)", predicted["arguments"]))
     right = _held_rows(compiled) if "residuals" in compiled else _buffer_rows(compiled)
     count = max(len(left), len(right))
-    shown = [
-        [(name_of_part(name), format_bytes(value)) for name, value in side]
-        for side in (left, right)
-    ]
-    for side in shown:
-        side += [("", "")] * (count - len(side))
+    shown = []
+    for side in (left, right):
+        said = [(name_of_part(name), format_bytes(value)) for name, value in side]
+        shown.append([*said, *[("", "")] * (count - len(side))])
     return [(*a, *b) for a, b in zip(*shown, strict=True)]
 
 

@@ -307,21 +307,23 @@ def _tabulate_faults(
     results: Results, cases: Mapping[str, dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
     found = {name: row["faults"] for name, row in cases.items()}
+    table = []
+    for name, rows in found.items():
+        for each in rows:
+            table.append(
+                {
+                    "model": name,
+                    "fault mended": each["fault"],
+                    "that configuration, ms": each["winner_ms"],
+                    "fits": "" if each["winner_fits"] else "no",
+                    "the best then, ms": each["best_ms"],
+                    "the fault costs": None if each["cost"] is None else f"{each['cost']:+.2%}",
+                }
+            )
     results.table(
         "faults",
         "What each fault of Aceso's performance model costs",
-        [
-            {
-                "model": name,
-                "fault mended": each["fault"],
-                "that configuration, ms": each["winner_ms"],
-                "fits": "" if each["winner_fits"] else "no",
-                "the best then, ms": each["best_ms"],
-                "the fault costs": None if each["cost"] is None else f"{each['cost']:+.2%}",
-            }
-            for name, rows in found.items()
-            for each in rows
-        ],
+        table,
         "The configuration that wins with all faults, judged with one of them mended, beside the"
         " one that wins then.",
     )
@@ -401,7 +403,10 @@ def _draw_layers(
 def _columns(
     table: Mapping[str, Mapping[str, float]], sizes: Sequence[str]
 ) -> dict[str, list[float | None]]:
-    return {name: [row.get(size) or None for size in sizes] for name, row in table.items()}
+    found = {}
+    for name, row in table.items():
+        found[name] = [row.get(size) or None for size in sizes]
+    return found
 
 
 def _transposed(

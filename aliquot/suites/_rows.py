@@ -143,12 +143,19 @@ def layout_text(plan: Plan) -> str:
 
 def as_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows by their headings."""
-    return [{head: getattr(row, name) for name, head in HEADINGS.items()} for row in rows]
+    cells = []
+    for row in rows:
+        cells.append({head: getattr(row, name) for name, head in HEADINGS.items()})
+    return cells
 
 
 def shown_columns(rows: Sequence[Row]) -> list[str]:
     """The columns in which some row has a value, in order."""
-    return [name for name in HEADINGS if any(getattr(r, name) not in (None, "") for r in rows)]
+    found = []
+    for name in HEADINGS:
+        if any(getattr(row, name) not in (None, "") for row in rows):
+            found.append(name)
+    return found
 
 
 def throughput_series(rows: Sequence[Row]) -> tuple[list[int], dict[str, list[float | None]]]:
@@ -165,20 +172,13 @@ def throughput_series(rows: Sequence[Row]) -> tuple[list[int], dict[str, list[fl
     }
     series = {}
     for title, (plan_of, name) in kinds.items():
-        values = [
-            max(
-                (
-                    getattr(row, name) * point
-                    for row in rows
-                    if row.num_devices == point
-                    and plan_of in (None, row.plan_of)
-                    and getattr(row, name)
-                    and row.outcome in ("predicted", "measured")
-                ),
-                default=None,
-            )
-            for point in points
-        ]
-        if any(values):
-            series[title] = values
+        highest: dict[int, float] = {}
+        for row in rows:
+            of_each = getattr(row, name)
+            counts = plan_of in (None, row.plan_of) and row.outcome in ("predicted", "measured")
+            if counts and of_each:
+                point = row.num_devices
+                highest[point] = max(highest.get(point, 0.0), of_each * point)
+        if highest:
+            series[title] = [highest.get(point) for point in points]
     return points, series

@@ -219,6 +219,8 @@ def verify_program(
         compiled = compiler.compile(program, devices_per_host=cluster.devices_per_host)
     uses = plan.prediction.collectives
     paths = [each.path for each in plan.inputs]
+    here = [array for array in plan.inputs if array.memory == DEVICE_MEMORY]
+    arguments = grouped_arrays(here, stage, stage.shardings)
     # A program that was refused has no text.
     collectives = () if compiled.refusal else compiled.collectives
     return Verification(
@@ -233,14 +235,7 @@ def verify_program(
                 predicted_bytes=plan.prediction.peak_memory_bytes,
                 predicted_parts=dict(plan.prediction.memory_bytes),
                 predicted_host_bytes=sum(plan.prediction.host_memory_bytes.values()),
-                argument_bytes=sum(
-                    group.local_bytes
-                    for group in grouped_arrays(
-                        [array for array in plan.inputs if array.memory == DEVICE_MEMORY],
-                        stage,
-                        stage.shardings,
-                    )
-                ),
+                argument_bytes=sum(group.local_bytes for group in arguments),
                 compiled=compiled,
                 collectives=compare_collectives(uses, collectives) if not compiled.refusal else (),
                 unintended=unintended_collectives(

@@ -4,6 +4,7 @@ operator.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -144,7 +145,7 @@ def read_configuration(path: Path) -> Configuration:
             f"{key} must be a list of {file.num_stages}, one for each stage"
             for key in ("num_gpus", "num_ops_in_each_stage", *_LISTS.values())
             if len(getattr(file, key)) != file.num_stages
-        ] or [f for k in range(file.num_stages) for f in file.faults(k)]
+        ] or list(itertools.chain(*map(file.faults, range(file.num_stages))))
     if faults:
         more = [f"  and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
         raise InputError(

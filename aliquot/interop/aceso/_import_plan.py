@@ -200,22 +200,18 @@ def _cut(graph: Graph, operators: OperatorMap, firsts: Sequence[int]) -> str | i
     present = {operator for _, operator in computing}
     ends = [*firsts[1:], len(operators.names)]
     empty = [
-        f"stage {k} has only {', '.join(operators.names[o] for o in range(a, b))}, of which the"
-        " model computes nothing"
+        f"stage {k} has only {', '.join(operators.names[a:b])}, of which the model computes nothing"
         for k, (a, b) in enumerate(zip(firsts, ends, strict=True))
-        if not present & set(range(a, b))
+        if present.isdisjoint(range(a, b))
     ]
     if empty:
         raise InputError(
             listing(_ASKED, empty, "Move an operator there from a neighbouring stage.")
         )
-    pairs = [
-        (
-            max(k for k, operator in computing if operator < first),
-            min(k for k, operator in computing if operator >= first),
-        )
-        for first in firsts[1:]
-    ]
+    pairs = []
+    for first in firsts[1:]:
+        last_before = max(k for k, operator in computing if operator < first)
+        pairs.append((last_before, min(k for k, operator in computing if operator >= first)))
     return named_places(cut_between(graph, pairs))
 
 

@@ -224,7 +224,7 @@ class StageSplits:
         arrays, the node's factors that count examples, and the operators that work on the arrays.
         """
         images = [p for p in products if self.operators.roles[p.operators[0]] in IMAGES]
-        convolutions = sorted(o for p in images for o in p.operators)
+        convolutions = sorted(itertools.chain(*(p.operators for p in images)))
         voters: dict[int, tuple[int, frozenset[int], list[int]]] = {}
 
         def vote(operator: int, node: int, operators: Iterable[int]) -> None:
@@ -294,11 +294,10 @@ class StageSplits:
         )
         table = self.problem.nodes.nodes[node]
         if not can_split(table, choice, self.axes.sizes):
-            sizes = [
-                f"{table.factors[f].size} into"
-                f" {math.prod(s for s, c in zip(self.axes.sizes, choice, strict=True) if c == f)}"
-                for f in sorted({*choice} - {-1})
-            ]
+            sizes = []
+            for f in sorted({*choice} - {-1}):
+                over = [s for s, c in zip(self.axes.sizes, choice, strict=True) if c == f]
+                sizes.append(f"{table.factors[f].size} into {math.prod(over)}")
             self._fault(operator, f"its arrays ({table.label}) cannot be split, {', '.join(sizes)}")
             return
         self._decided[node] = choice

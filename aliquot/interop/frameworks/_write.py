@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -81,8 +82,11 @@ def _layers_of_stages(plan: Plan) -> tuple[int, ...]:
     """Layers of the model in each stage of a pipeline."""
     if not is_pipeline(plan):
         return ()
-    matched = [[_LAYER.match(name) for name in stage.layer_names] for stage in plan.stages]
-    return tuple(len({each[1] for each in stage if each}) for stage in matched)
+    counts = []
+    for stage in plan.stages:
+        matched = [_LAYER.match(name) for name in stage.layer_names]
+        counts.append(len({each[1] for each in matched if each}))
+    return tuple(counts)
 
 
 def _named(plan: Plan) -> dict[str, Any] | None:
@@ -168,7 +172,7 @@ def _searched(plan: Plan, lose: Callable[[str], None]) -> dict[str, Any]:
             split = [
                 path
                 for path, dims in stage.shardings.items()
-                if any(axis in axes for axes in dims) and not path.startswith("batch")
+                if axis in itertools.chain(*dims) and not path.startswith("batch")
             ]
             parameters = {array.path for array in plan.inputs if array.role == "parameter"}
             is_split = any(path in parameters for path in split)
