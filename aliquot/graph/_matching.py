@@ -130,10 +130,10 @@ class _Matcher:
             ]
         while True:
             free = {}
-            for prefix, successors in options.items():
-                left = [option for option in successors if self._taken.isdisjoint(option[1])]
+            for name, possible in options.items():
+                left = [option for option in possible if self._taken.isdisjoint(option[1])]
                 if left:
-                    free[prefix] = left
+                    free[name] = left
             choice = _choose(free)
             if choice is None:
                 return {

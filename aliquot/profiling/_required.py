@@ -145,16 +145,15 @@ def _listed(
     orders them.
     """
     alone = (cluster.num_devices,)
-    collectives: list[tuple[float, Operator, tuple[int, ...]]] = []
-    for shape in mesh_shapes:
-        some = _collectives(asked, shape, cluster, limits)
-        collectives += [(worth, operator, shape) for worth, operator in some]
-    found = [
+    found: list[list[tuple[float, Operator, tuple[int, ...]]]] = [
         [(worth, operator, alone) for worth, operator in _products(asked)],
         [(worth, operator, alone) for worth, operator in _traffic(asked)],
-        collectives,
+        [],
         _transfers(cluster, limits) if transfers else [],
     ]
+    for shape in mesh_shapes:
+        some = _collectives(asked, shape, cluster, limits)
+        found[2] += [(worth, operator, shape) for worth, operator in some]
     for kind in found:
         kind.sort(key=lambda each: (-each[0], str(each[1]), each[2]))
     in_turn = filter(None, itertools.chain(*itertools.zip_longest(*found)))

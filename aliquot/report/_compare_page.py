@@ -80,13 +80,13 @@ def _sections(comparison: Comparison) -> Iterator[tuple[str, str]]:
         header.insert(6, comparison.cost_unit)
     yield "Candidates, fastest first (predicted)", table(header, rows, tuple(range(3, len(header))))
     if planned:
-        points, named = [], []
+        points, listed = [], []
         for c in planned:
             assert c.plan is not None
             error = usual_error(expected_error(c.plan))
             p = c.plan.prediction
             points.append((p.step_time_s, p.peak_memory_bytes, error))
-            named.append(f"<li>{escape(name_of(c, comparison))}: {said_error(c.plan)}</li>")
+            listed.append(f"<li>{escape(name_of(c, comparison))}: {said_error(c.plan)}</li>")
         drawn = scatter(
             points,
             limit=_limit(planned),
@@ -95,7 +95,7 @@ def _sections(comparison: Comparison) -> Iterator[tuple[str, str]]:
             names=("step time, with its expected error", "memory on each device, and its limit"),
             label="step time against memory of each candidate",
         )
-        yield "Step time against memory (predicted)", f"{drawn}<ol>{''.join(named)}</ol>"
+        yield "Step time against memory (predicted)", f"{drawn}<ol>{''.join(listed)}</ol>"
         named = [
             (_with(name_of(c, comparison), format_seconds(c.plan.prediction.step_time_s)), c.plan)
             for c in planned

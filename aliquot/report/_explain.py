@@ -31,7 +31,7 @@ from ..plans import (
     spoken,
     stage_data,
 )
-from ._tables import Facts, SectionTable, columns
+from ._tables import Column, Facts, SectionTable, table
 from ._timeline import Timeline
 
 _ROUNDING = 1e-5
@@ -126,9 +126,14 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
     told = _subjects(plan)
     rest = [other for other in alternatives if other.subject not in told and not _is_as_fast(other)]
     if rest:
-        rows = [(other.subject, other.chosen, _best_other(other)) for other in rest]
         parts.append(
-            columns("Other decisions", ("what", "chosen", "best alternative (predicted)"), rows)
+            table(
+                "Other decisions",
+                rest,
+                Column("what", "subject"),
+                Column("chosen", "chosen"),
+                Column("best alternative (predicted)", _best_other),
+            )
         )
     if any(_is_faster(other) for other in alternatives):
         parts.append(

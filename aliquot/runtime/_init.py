@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ..core import CaptureError, PlanMismatchError
@@ -103,7 +103,7 @@ def _create(
     stacks = _stacks(run, arrays, wanted)
     arrays_made: dict[tuple[int, Rows], Any] = {}
     # One program for each mesh, so that no array crosses between meshes.
-    by_mesh: dict[Mesh, list[tuple[int, Rows]]] = {}
+    by_mesh: dict[Any, list[tuple[int, Rows]]] = {}
     for k, place in enumerate(wanted):
         for rows in place:
             by_mesh.setdefault(rows.sharding.mesh, []).append((k, rows))

@@ -129,8 +129,8 @@ class Results:
         write_atomic(self.folder / file, as_table(rows, "\t" if tabs else ","))
         header = "".join(f"<th>{escape(head)}</th>" for head in heads)
         body = ""
-        for row in cells:
-            body += "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+        for texts in cells:
+            body += "<tr>" + "".join(f"<td>{escape(text)}</td>" for text in texts) + "</tr>"
         drawn = (self.folder / f"{name}.png").exists()
         picture = f'<img src="{name}.png" alt="{escape(title)}">' if drawn else ""
         self._sections.append(
