@@ -64,9 +64,9 @@ def compare(
     FSDP?".
     """
     with session(as_json) as say:
-        names = (
-            _listed(asked.clusters) if asked.clusters else [asked.cluster] if asked.cluster else []
-        )
+        names = [asked.cluster] if asked.cluster else []
+        if asked.clusters:
+            names = [part.strip() for part in asked.clusters.split(",") if part.strip()]
         if not names or (asked.cluster and (asked.clusters or "," in asked.cluster)):
             raise InputError("compare needs --cluster C, or --clusters C1,C2 to compare several.")
         check_destination(asked.html, "--html")
@@ -127,7 +127,3 @@ def _prices_of(clusters: Sequence[Cluster], path: Path | None) -> tuple[HostPric
             f"{'s' if len(missing) > 1 else ''} {'; '.join(missing)}."
         )
     return tuple(price for price in table if (price.device, price.devices_per_host) in hosts)
-
-
-def _listed(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]

@@ -154,29 +154,22 @@ def _kinds(
     """The hosts to plan for: those with a price, of some devices if they are named."""
     if device is None:
         return list(table)
-    names = [name.strip() for name in device.split(",") if name.strip()]
     hosts: list[HostPrice | tuple[str, int]] = []
-    for name in names:
-        hosts += _hosts_of(name, devices_per_host, table, given)
+    for said in filter(None, map(str.strip, device.split(","))):
+        try:
+            name = read_cluster(said).device.name
+        except ClusterError:
+            if not re.fullmatch(r"[A-Za-z][\w-]*", said):
+                raise
+            from ..cluster import DEVICES
+
+            raise InputError(
+                f"--device {said}: there is no such device:"
+                f" {nearest(said, DEVICES, listed_by='aliquot cluster')}"
+            ) from None
+        priced = [host for host in table if host.device == name]
+        if given and not priced:
+            raise InputError(f"--device {name}: the prices have none for it.")
+        # Of a device without a price there is one host.
+        hosts += priced or [(name, devices_per_host)]
     return hosts
-
-
-def _hosts_of(
-    device: str, devices_per_host: int, table: tuple[HostPrice, ...], given: bool
-) -> Sequence[HostPrice | tuple[str, int]]:
-    """The hosts of one device: those with a price, or one without."""
-    try:
-        name = read_cluster(device).device.name
-    except ClusterError:
-        if not re.fullmatch(r"[A-Za-z][\w-]*", device):
-            raise
-        from ..cluster import DEVICES
-
-        raise InputError(
-            f"--device {device}: there is no such device:"
-            f" {nearest(device, DEVICES, listed_by='aliquot cluster')}"
-        ) from None
-    priced = [host for host in table if host.device == name]
-    if given and not priced:
-        raise InputError(f"--device {name}: the prices have none for it.")
-    return priced or [(name, devices_per_host)]

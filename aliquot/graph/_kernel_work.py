@@ -136,10 +136,11 @@ class _Reader:
             case "get":
                 return [_entry(eqn, given)]
             case "cond":
-                for number, branch in enumerate(params["branches"]):
-                    taken = (
-                        np.ones(()) if given[0] is None else _clipped(given[0], params) == number
-                    )
+                branches, index = params["branches"], given[0]
+                if index is not None:
+                    index = np.clip(index.astype(np.int64), 0, len(branches) - 1)
+                for number, branch in enumerate(branches):
+                    taken = np.ones(()) if index is None else index == number
                     self._inside(branch, given[1:], share * taken, times)
                 return []
             case "scan":
@@ -184,10 +185,6 @@ def _entry(eqn: Any, given: Sequence[Known | None]) -> Known | None:
         return None
     entry: Known = table[tuple(np.clip(i, 0, n - 1) for i, n in zip(indexers, table.shape))]
     return entry
-
-
-def _clipped(index: Known, params: Mapping[str, Any]) -> Known:
-    return np.clip(index.astype(np.int64), 0, len(params["branches"]) - 1)
 
 
 def _quotient(_: Any, a: Known, b: Known) -> Known:

@@ -123,7 +123,13 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
         "",
     ]
     parts += _sections(plan, {alternative.subject: alternative for alternative in alternatives})
-    told = _subjects(plan)
+    # Alternatives to these need no table of their own: they are in their rows, or like those of a
+    # listed array.
+    told = set()
+    if not is_pipeline(plan):
+        told = {use.label for use in plan.prediction.collectives}
+        for index in range(len(plan.stages)):
+            told |= {group.pattern for group in _groups(plan, index)}
     rest = [other for other in alternatives if other.subject not in told and not _is_as_fast(other)]
     if rest:
         parts.append(
@@ -168,18 +174,6 @@ def _with_alternatives(section: Section, others: Mapping[str, Alternative]) -> S
         return section
     rows = tuple((*row, cell) for row, cell in zip(section.rows, cells, strict=True))
     return replace(section, header=(*section.header, "best alternative (predicted)"), rows=rows)
-
-
-def _subjects(plan: Plan) -> set[str]:
-    """The arrays and collectives of a plan of one program. Their alternatives need no table of
-    their own: they are in the rows of these, or like those of a listed array.
-    """
-    if is_pipeline(plan):
-        return set()
-    told = {use.label for use in plan.prediction.collectives}
-    for index in range(len(plan.stages)):
-        told |= {group.pattern for group in _groups(plan, index)}
-    return told
 
 
 def _groups(plan: Plan, index: int) -> list[ArrayGroup]:

@@ -28,18 +28,14 @@ def verification(figures: Mapping[str, Any]) -> Group:
     for index, stage in enumerate(figures["stages"]):
         if len(figures["stages"]) > 1:
             if index == 0 and len(figures["submesh_bytes"]) < len(figures["stages"]):
-                parts.append(Facts([("devices", _shared(figures))]))
+                needed = ", ".join(map(format_bytes, figures["submesh_bytes"]))
+                said = f"stages share them; all that are there together need {needed}"
+                parts.append(Facts([("devices", said)]))
             parts += [Text(""), Text(f"Stage {index}", style="bold")]
         parts += [Facts(_facts(figures, stage)), Text(""), *_tables(stage)]
     if figures["remarks"]:
         parts += [Text(""), *(Text(remark) for remark in figures["remarks"])]
     return Group(*parts)
-
-
-def _shared(figures: Mapping[str, Any]) -> str:
-    """A line on the memory of submeshes that several stages share."""
-    needed = ", ".join(format_bytes(num_bytes) for num_bytes in figures["submesh_bytes"])
-    return f"stages share them; all that are there together need {needed}"
 
 
 def _facts(figures: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

@@ -26,7 +26,7 @@ from ...graph import Graph, cut_between, named_places
 from ...planners import ILP, Decision, PipelineParts, Space, StageDecision, Task, write_plan
 from ...plans import ModelReference, Plan, make_schedule
 from ...sharding import LayeredStep, layer_step, stage_step
-from ._configuration import Configuration, StageConfiguration
+from ._configuration import Configuration
 from ._operator_map import OperatorMap
 from ._stage_splits import DATA, StageSplits, layers_differ, mesh_axes
 
@@ -246,7 +246,10 @@ def _decide(
         folded = not layers_differ(problem, operators, extract.ops, stage, first)
         # If the configuration splits layers differently, they cannot be folded.
         problem = problem if folded else make(repeats=False)
-        problem = replace(problem, cluster=subcluster(task.cluster, _submesh(stage, task.cluster)))
+        each = task.cluster.devices_per_host
+        # Hosts of the stage, and devices of each.
+        submesh = max(1, stage.num_devices // each), min(stage.num_devices, each)
+        problem = replace(problem, cluster=subcluster(task.cluster, submesh))
         axes = mesh_axes(stage.num_devices, stage.tensor)
         assert axes is not None
         split = StageSplits(
@@ -310,12 +313,6 @@ def _decide(
         ),
         notes,
     )
-
-
-def _submesh(stage: StageConfiguration, cluster: Cluster) -> tuple[int, int]:
-    """Hosts of a stage, and devices of each."""
-    each = cluster.devices_per_host
-    return max(1, stage.num_devices // each), min(stage.num_devices, each)
 
 
 def _solve(
