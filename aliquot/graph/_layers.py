@@ -388,7 +388,15 @@ def _places(
     for place in np.flatnonzero(~covered & (crossing > 0)):
         if _is_narrow(crossing, int(place)):
             cuts.add(int(place))
-    cuts.update(_places_between_scans(items, forward))
+    # Between the ranges of one scan over layers: before every scan that reads results of an
+    # earlier one.
+    made_before: set[int] = set()
+    for at, k in enumerate(forward):
+        call = items[k].op_or_call
+        if isinstance(call, Call) and call.kind == "scan":
+            if made_before.intersection(items[k].inputs):
+                cuts.add(at)
+            made_before.update(items[k].outputs)
     places = sorted(place for place in cuts if 0 < place < len(forward))
     # Next to the loss only scalars cross, which would make all other places look wide.
     work = np.cumsum([0.0, *costs])
@@ -424,21 +432,6 @@ def _places_in_run(
     least = min((entry[0] for entry in rated), default=0.0)
     close = [entry for entry in rated if entry[0] <= _CLOSE * least]
     return min(close, key=lambda entry: (entry[1], entry[0]))[2] if close else []
-
-
-def _places_between_scans(items: Sequence[Item], forward: Sequence[int]) -> list[int]:
-    """Places before every scan that reads results of an earlier scan: these lie between the ranges
-    of one scan over layers.
-    """
-    places = []
-    made_before: set[int] = set()
-    for place, k in enumerate(forward):
-        call = items[k].op_or_call
-        if isinstance(call, Call) and call.kind == "scan":
-            if made_before.intersection(items[k].inputs):
-                places.append(place)
-            made_before.update(items[k].outputs)
-    return places
 
 
 # Cached, because every place of a layer is rated, and most see the same paths.

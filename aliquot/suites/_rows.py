@@ -107,7 +107,18 @@ def row_of(case: Case, plan_of: str, *, outcome: str, **known: Any) -> Row:
         for seconds, tflops in (("predicted_s", "predicted_tflops"), ("mean_s", "tflops")):
             if filled.get(seconds):
                 filled[tflops] = work / filled[seconds]
-        filled |= _published(case, work, filled.get("predicted_s"))
+        predicted_s = filled.get("predicted_s")
+        published_s, published_tflops = case.published_s, case.published_tflops
+        if published_tflops:
+            published_s = published_s or work / published_tflops
+        elif published_s:
+            published_tflops = work / published_s
+        ratio = predicted_s / published_s if predicted_s and published_s else None
+        filled |= {
+            "published_s": published_s,
+            "published_tflops": published_tflops,
+            "predicted_to_published": ratio,
+        }
     sizes = ", ".join(f"{name}={value}" for name, value in case.overrides.items())
     return Row(
         type=case.suite.partition(".")[0],
@@ -120,16 +131,6 @@ def row_of(case: Case, plan_of: str, *, outcome: str, **known: Any) -> Row:
         outcome=outcome,
         **filled,
     )
-
-
-def _published(case: Case, work: float, predicted_s: float | None) -> dict[str, Any]:
-    seconds, tflops = case.published_s, case.published_tflops
-    if tflops:
-        seconds = seconds or work / tflops
-    elif seconds:
-        tflops = work / seconds
-    ratio = predicted_s / seconds if predicted_s and seconds else None
-    return {"published_s": seconds, "published_tflops": tflops, "predicted_to_published": ratio}
 
 
 def layout_text(plan: Plan) -> str:

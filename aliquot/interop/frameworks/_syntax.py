@@ -133,7 +133,10 @@ def _of_yaml(text: str, name: str) -> Iterator[Setting]:
             return [plain(each, depth + 1) for each in node.value]
         if isinstance(node, yaml.MappingNode):
             return {str(key.value): plain(value, depth + 1) for key, value in node.value}
-        return _scalar(node)
+        tag, said = node.tag.rpartition(":")[2], str(node.value)
+        if tag in ("int", "float") or tag == "str" and getattr(node, "style", None) is None:
+            return typed(said)
+        return {"bool": said.lower() in ("true", "yes", "on"), "null": None}.get(tag, said)
 
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is None:
@@ -141,13 +144,6 @@ def _of_yaml(text: str, name: str) -> Iterator[Setting]:
     if not isinstance(root, yaml.MappingNode):
         raise yaml.YAMLError("it holds no names with values")
     yield from walk(root, "", 0)
-
-
-def _scalar(node: yaml.Node) -> Any:
-    tag, value = node.tag.rpartition(":")[2], str(node.value)
-    if tag in ("int", "float") or tag == "str" and getattr(node, "style", None) is None:
-        return typed(value)
-    return {"bool": value.lower() in ("true", "yes", "on"), "null": None}.get(tag, value)
 
 
 def typed(text: str) -> Any:

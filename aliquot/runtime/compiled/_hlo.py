@@ -94,10 +94,15 @@ def find_collectives(
             kind, result = parsed
             arrays = _ARRAY.findall(result)
             named = re.search(r'op_name="([^"]*)"', line)
+            # The mesh axes along which the members of a group differ.
+            moving: set[int] = set()
+            for group in device_groups(line, math.prod(axis_sizes)):
+                places = [_coordinates(device, axis_sizes) for device in group]
+                moving |= {a for a, along in enumerate(zip(*places)) if len(set(along)) > 1}
             collectives.append(
                 CompiledCollective(
                     kind=kind,
-                    axes=_axes(line, axis_names, axis_sizes),
+                    axes=tuple(name for a, name in enumerate(axis_names) if a in moving),
                     count=count,
                     num_bytes=count * num_bytes(result),
                     dtype=max(arrays, key=lambda a: num_bytes(f"{a[0]}[{a[1]}]"))[0]
@@ -252,15 +257,6 @@ def _elements(type_text: str) -> list[str]:
             parts.append(type_text[start:position].strip())
             start = position + 1
     return parts
-
-
-def _axes(line: str, axis_names: Sequence[str], axis_sizes: Sequence[int]) -> tuple[str, ...]:
-    """The mesh axes along which the members of a group differ."""
-    moving: set[int] = set()
-    for group in device_groups(line, math.prod(axis_sizes)):
-        places = [_coordinates(device, axis_sizes) for device in group]
-        moving |= {a for a, along in enumerate(zip(*places)) if len(set(along)) > 1}
-    return tuple(name for a, name in enumerate(axis_names) if a in moving)
 
 
 def _coordinates(device: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
