@@ -89,8 +89,8 @@ def begin(
                 source.drop_later(number)
             say.note(f"resuming after step {restored.number}, from {source.folder}")
             for part, what in (("settings", "the step"), ("data", "the data")):
-                old: dict[str, Any] = restored.meta.get(part) or {}
-                new: dict[str, Any] = meta[part]
+                old: Any = restored.meta.get(part) or {}
+                new: Any = meta[part]
                 differing = [
                     f"{key} was {old.get(key)}, is {new.get(key)}"
                     for key in {**old, **new}
