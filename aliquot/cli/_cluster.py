@@ -100,10 +100,24 @@ def cluster(
 
 def _list_devices(say: Session) -> None:
     """List the devices that clusters are named after, with their sizes and usual links."""
-    from ..cluster import DEVICES
+    from ..cluster import DEVICES, Cluster
     from ..report import Column, table
 
-    entries = [_device(name) for name in DEVICES]
+    entries = []
+    for name, device in DEVICES.items():
+        cluster = Cluster.preset(f"2x{_EIGHT}x{name}")
+        entries.append(
+            {
+                "device": name,
+                "kind": device.kind,
+                "example": "v5e-16" if name == "v5e" else f"2x{_EIGHT}x{name}",
+                "memory_bytes": device.memory_bytes,
+                "peak_flops_per_s": max(device.peak("bfloat16"), device.peak("float16")),
+                "intra_bytes_per_s": cluster.intra.bandwidth_bytes_per_s,
+                "inter_bytes_per_s": cluster.inter.bandwidth_bytes_per_s,
+                "source": device.source,
+            }
+        )
     say.show(
         table(
             "Devices; a cluster is HOSTSxDEVICESxNAME",
@@ -121,22 +135,6 @@ def _list_devices(say: Session) -> None:
     say.show("a host, of a host of 8 between hosts. Sources: aliquot cluster NAME. Others:")
     say.show("a TOML file, or detect.")
     say.finish({"devices": entries})
-
-
-def _device(name: str) -> dict[str, Any]:
-    from ..cluster import DEVICES, Cluster
-
-    device, cluster = DEVICES[name], Cluster.preset(f"2x{_EIGHT}x{name}")
-    return {
-        "device": name,
-        "kind": device.kind,
-        "example": "v5e-16" if name == "v5e" else f"2x{_EIGHT}x{name}",
-        "memory_bytes": device.memory_bytes,
-        "peak_flops_per_s": max(device.peak("bfloat16"), device.peak("float16")),
-        "intra_bytes_per_s": cluster.intra.bandwidth_bytes_per_s,
-        "inter_bytes_per_s": cluster.inter.bandwidth_bytes_per_s,
-        "source": device.source,
-    }
 
 
 def _errors(known: Sequence[ReportedSteps], spec: str, every: bool) -> Iterator[tuple[str, str]]:

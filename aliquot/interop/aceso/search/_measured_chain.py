@@ -89,7 +89,7 @@ class MeasuredChain(AbstractChain):
         limit_bytes: float,
         chunks: int = 1,
     ) -> StageChoice | None:
-        """See `AbstractChain.propose`: with the least recomputation that fits."""
+        """The fastest way to run some layers, with the least recomputation that fits."""
         size, row = self.rows[option]
         uniform = self.uniform[size]
         _, (memory_mb,), (level,), (share,) = uniform.quote(
