@@ -17,7 +17,6 @@ from ..plans import (
     EXPLAINED,
     ArrayGroup,
     Plan,
-    Section,
     SectionKind,
     fact_rows,
     figures,
@@ -156,24 +155,19 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
 
 
 def _sections(plan: Plan, others: Mapping[str, Alternative]) -> Iterator[RenderableType]:
+    """The sections, with a further column of alternatives where there are any for the rows."""
     for section in sections(plan, EXPLAINED):
-        yield SectionTable(
-            _with_alternatives(section, others), narrow=section.kind == SectionKind.STAGES
-        )
-        if section.kind == SectionKind.STAGES and all(stage.prediction for stage in plan.stages):
+        is_stages = section.kind == SectionKind.STAGES
+        subject = _SUBJECTS.get(section.kind)
+        if subject is not None:
+            cells = [_best_other(others.get(row[subject])) for row in section.rows]
+            if any(cells):
+                header = (*section.header, "best alternative (predicted)")
+                rows = tuple((*row, cell) for row, cell in zip(section.rows, cells, strict=True))
+                section = replace(section, header=header, rows=rows)
+        yield SectionTable(section, narrow=is_stages)
+        if is_stages and all(stage.prediction for stage in plan.stages):
             yield Timeline(plan)
-
-
-def _with_alternatives(section: Section, others: Mapping[str, Alternative]) -> Section:
-    """The section with a further column of alternatives, if there are any for its rows."""
-    if section.kind not in _SUBJECTS:
-        return section
-    subject = _SUBJECTS[section.kind]
-    cells = [_best_other(others.get(row[subject])) for row in section.rows]
-    if not any(cells):
-        return section
-    rows = tuple((*row, cell) for row, cell in zip(section.rows, cells, strict=True))
-    return replace(section, header=(*section.header, "best alternative (predicted)"), rows=rows)
 
 
 def _groups(plan: Plan, index: int) -> list[ArrayGroup]:

@@ -225,19 +225,15 @@ def _schedule(plan: Plan) -> str:
         text += f"<p>And {drawn.num_left_out} more submeshes.</p>"
     if drawn.shown_s < drawn.step_time_s:
         text += f"<p>The beginning of a step of {format_seconds(drawn.step_time_s)}.</p>"
-    return text + _trace_link(plan)
-
-
-def _trace_link(plan: Plan) -> str:
-    """The predicted schedule as a download inside the page, where it is not too long for one."""
+    # The predicted schedule is a download inside the page, where it is not too long for one.
     trace = json.dumps(chrome_trace(planned_trace(plan)))
     if len(trace) > _LONGEST_TRACE:
-        return (
+        return text + (
             "<p>The whole schedule is in the trace that <code>aliquot explain PLAN --trace"
             " FILE</code> writes.</p>"
         )
     data = base64.b64encode(trace.encode()).decode()
-    return (
+    return text + (
         f'<p><a download="schedule.json" href="data:application/json;base64,{data}">Save the'
         " schedule</a>, and open it at"
         ' <a href="https://ui.perfetto.dev">ui.perfetto.dev</a> to zoom in.</p>'

@@ -216,6 +216,13 @@ class ClusterOption:
             return None
         return self.price_per_hour * self.training_s / 3600
 
+    @property
+    def per_device(self) -> float | None:
+        """Tokens, or else examples, per second of each device; None without a plan."""
+        if self.plan is None or not self.plan.prediction.step_time_s:
+            return None
+        return rate(self.plan)[0] / (self.num_hosts * self.devices_per_host)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
@@ -307,7 +314,7 @@ class Sizing:
                     "feasible": o.plan is not None,
                     **figures(o.plan),
                     "method": _method(o.plan) if o.plan else None,
-                    "tokens_per_s_per_device": _per_device(o),
+                    "tokens_per_s_per_device": o.per_device,
                     "training_s": o.training_s,
                     "in_time": o.training_s is not None and o.training_s <= self.by_s,
                     "price_per_hour": o.price_per_hour,
@@ -515,13 +522,6 @@ def _method(plan: Plan) -> str:
 def _unit(sizing: Sizing) -> str:
     has_tokens = any(o.plan and tokens_per_step(o.plan) for o in sizing.options)
     return "tokens" if has_tokens else "examples"
-
-
-def _per_device(option: ClusterOption) -> float | None:
-    """Tokens, or else examples, per second of each device."""
-    if option.plan is None or not option.plan.prediction.step_time_s:
-        return None
-    return rate(option.plan)[0] / (option.num_hosts * option.devices_per_host)
 
 
 def _named(option: ClusterOption, currency: str = "", slower: float = 1.0) -> str:
