@@ -6,6 +6,7 @@ speed that whole steps sustain, and the share of collectives that runs beside co
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -156,7 +157,8 @@ def step_times(
         again = price(problem, use, repeats=priced.repeats, choices=choices)
         return evaluate(again, np.zeros(len(choices), np.int64)).total_s
 
-    return np.array([[step_s(s, overlap) for overlap in overlaps] for s in SUSTAINED_SHARES])
+    times = [step_s(s, overlap) for s, overlap in itertools.product(SUSTAINED_SHARES, overlaps)]
+    return np.array(times).reshape(len(SUSTAINED_SHARES), len(overlaps))
 
 
 def _planned(step: MeasuredStep, cluster: Cluster) -> NDArray[np.float64]:
@@ -217,11 +219,8 @@ def _least_error(
     """The sustained share and the overlap with the least median error; of equal ones, those nearest
     to the figures before, which stay where steps say nothing about them.
     """
-    grid = [
-        (float(share), overlap)
-        for share in np.linspace(SUSTAINED_SHARES[0], 1.0, 71)
-        for overlap in sorted({*_OVERLAPS, overlap_before})
-    ]
+    shares = np.linspace(SUSTAINED_SHARES[0], 1.0, 71).tolist()
+    grid = itertools.product(shares, sorted({*_OVERLAPS, overlap_before}))
 
     def badness(figures: tuple[float, float]) -> tuple[float, float, float]:
         share, overlap = figures

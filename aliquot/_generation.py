@@ -217,15 +217,11 @@ def _choosing(
 def _same_splits(decode: Plan) -> ManualParallel:
     """The splits of parameters and cache in a plan of one program, for the prefill."""
     (stage,) = decode.stages
-    return ManualParallel(
-        specs={
-            path: tuple(axes or None for axes in dims)
-            for path, dims in stage.shardings.items()
-            if path.startswith(("params", "cache"))
-        },
-        mesh_shape=stage.mesh_shape,
-        axis_names=stage.axis_names,
-    )
+    specs = {}
+    for path, dims in stage.shardings.items():
+        if path.startswith(("params", "cache")):
+            specs[path] = tuple(axes or None for axes in dims)
+    return ManualParallel(specs=specs, mesh_shape=stage.mesh_shape, axis_names=stage.axis_names)
 
 
 def _on_host(array: Any) -> Ints:

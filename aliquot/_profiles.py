@@ -13,9 +13,9 @@ from typing import Any
 from ._plan_options import PlanOptions
 from .cluster import MEASURED, MEASURED_COMPUTE, Cluster
 from .core import InputError, nearest
-from .cost import PlannedStep, estimate
+from .cost import estimate
 from .graph import Graph, capture
-from .planners import Progress, apply_plan
+from .planners import apply_plan
 from .plans import Plan
 
 _MOST_ROUNDS = 10
@@ -44,15 +44,27 @@ def plan_measured(find: Callable[[Cluster], Plan], graph: Graph, asked: PlanOpti
         InputError: a smaller share of the plan was measured than required; or with `measure`, the
             cluster's devices are not those of this process.
     """
+    from .profiling import (
+        LAUNCH,
+        Operator,
+        ProfileDatabase,
+        operators_of_plan,
+        profile_operators,
+    )
+
     cluster, profiles, grade = asked.cluster, asked.profiles, asked.require_grade
     assert cluster is not None and profiles is not None
     if grade not in (MEASURED, MEASURED_COMPUTE):
         raise InputError(f"require_grade={grade!r}: {nearest(grade, (MEASURED, MEASURED_COMPUTE))}")
     if asked.measure:
+        here = Cluster.detect()
+        if (here.device.name, here.num_devices) != (cluster.device.name, cluster.num_devices):
+            raise InputError(
+                "To measure, the plan must be for the devices of this process: they are"
+                f" {here.name}, and the plan is for {cluster.name}. Use --cluster detect, or"
+                " measure there and copy the database."
+            )
         # Measure a launch and one operator if the database lacks them, so that it can be read.
-        from .profiling import LAUNCH, Operator, ProfileDatabase, profile_operators
-
-        _require_here(cluster)
         alone = (cluster.num_devices,)
         with ProfileDatabase(profiles) as database:
             profile_operators(
@@ -64,7 +76,10 @@ def plan_measured(find: Callable[[Cluster], Plan], graph: Graph, asked: PlanOpti
         if not asked.measure:
             break
         planned = apply_plan(best, graph, asked.on_missing_rule, measured.measured)
-        if not _measure_missing(planned, profiles, asked.progress):
+        with ProfileDatabase(profiles) as database:
+            missing = operators_of_plan(planned)
+            run = profile_operators(missing, database, budget_s=math.inf, progress=asked.progress)
+        if not run.num_measured:
             break
     _require(best, asked.require_measured, grade, profiles)
     return best
@@ -85,28 +100,6 @@ def _require(plan: Plan, least: float, grade: str, profiles: str | Path) -> None
         f" {least:.0%} is required. Measure what it needs: aliquot profile run MODEL --database"
         f" {profiles}, or plan with measure=True (--measure)."
     )
-
-
-def _measure_missing(planned: PlannedStep, profiles: str | Path, progress: Progress | None) -> bool:
-    """Measure the operators of a plan that a database lacks; False if it lacks none."""
-    from .profiling import ProfileDatabase, operators_of_plan, profile_operators
-
-    with ProfileDatabase(profiles) as database:
-        run = profile_operators(
-            operators_of_plan(planned), database, budget_s=math.inf, progress=progress
-        )
-    return run.num_measured > 0
-
-
-def _require_here(cluster: Cluster) -> None:
-    """Raise InputError if a cluster's devices are not those of this process."""
-    here = Cluster.detect()
-    if (here.device.name, here.num_devices) != (cluster.device.name, cluster.num_devices):
-        raise InputError(
-            f"To measure, the plan must be for the devices of this process: they are {here.name},"
-            f" and the plan is for {cluster.name}. Use --cluster detect, or measure there and copy"
-            " the database."
-        )
 
 
 def check_profiles(

@@ -95,11 +95,11 @@ def compare_built(
         title = variants[0].title
         # A step that cannot be traced, or have this objective, is no question of methods.
         check_objective(objective, variants[0].traced()[0])
-        named = (
-            methods
-            if isinstance(methods, Mapping)
-            else _methods(methods or usual_methods(cluster, clusters))
-        )
+        if isinstance(methods, Mapping):
+            named = dict(methods)
+        else:
+            names = methods or usual_methods(cluster, clusters)
+            named = {name: method_by_name(name) for name in names}
         for name, method in named.items():
             if progress:
                 progress(f"{name} on {cluster.name}", 0, 0)
@@ -129,10 +129,6 @@ def usual_methods(cluster: Cluster, clusters: Sequence[Cluster] = ()) -> list[st
         return ["auto"]
     hosts = ["hsdp"] if cluster.num_hosts > 1 and cluster.devices_per_host > 1 else []
     return ["auto", "ddp", "zero2", "fsdp", *hosts, "pipeshard"]
-
-
-def _methods(names: Sequence[str]) -> dict[str, Method]:
-    return {name: method_by_name(name) for name in names}
 
 
 def _refused(

@@ -242,7 +242,10 @@ def read(
         fits=fits,
         refusal=refusal,
         advice=tuple(advice),
-        error=_reported(found, plan),
+        # How far predictions were from reported steps of the framework or, where there are none,
+        # of steps with such a layout.
+        error=steps_reported_by(found.table.reported)
+        or (() if plan is None else expected_error(plan)),
     )
     if not better:
         return reading
@@ -379,14 +382,6 @@ def _advice_of_plan(plan: Plan, found: Found) -> Iterator[str]:
             f" {by_stage.index(least)} {format_bytes(least)}: move layers between them"
             + (f" by {how}" if how else "")
         )
-
-
-def _reported(found: Found, plan: Plan | None) -> tuple[ReportedSteps, ...]:
-    """How far predictions were from reported steps of the framework or, where there are none, of
-    steps with such a layout.
-    """
-    known = steps_reported_by(found.table.reported)
-    return known or (() if plan is None else expected_error(plan))
 
 
 def facts_of(reading: Reading, *, of_better: bool = False) -> list[tuple[str, str]]:

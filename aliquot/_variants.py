@@ -5,6 +5,7 @@ is asked about a step asks this search, so that the same question has one answer
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -585,7 +586,8 @@ def _beside(
     """The plan of the variant `built`, with the others among what was tried, and the seconds that
     tracing and searching all of them took since `started`.
     """
-    trace_s = sum(seconds for variant in variants for _, seconds in variant._traced)
+    traced = itertools.chain(*(variant._traced for variant in variants))
+    trace_s = sum(seconds for _, seconds in traced)
     search_s = time.perf_counter() - started - trace_s
     provenance = msgspec.structs.replace(
         plan.provenance,

@@ -7,22 +7,9 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from _results import Journal, Report
-
-
-def more_options(parser: argparse.ArgumentParser) -> None:
-    """Options of a table of equality, beside those of every benchmark."""
-    parser.add_argument(
-        "--only", default="", help="only cases whose name contains this; writes no result file"
-    )
-    parser.add_argument(
-        "--journal",
-        type=Path,
-        help="keep every row here at once; rows that it has are not worked out again",
-    )
 
 
 def compare_all(

@@ -8,7 +8,6 @@ and the cluster. Beside the answer of method auto stand those of all other metho
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -17,10 +16,9 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from _results import Journal, Report, options
+from _results import Journal, Report, options, with_rows
 
 _GAP = 0.002
 _STOP_S = 600
@@ -135,15 +133,7 @@ def row_of(case: Case, journal: Journal, others: tuple[str, ...]) -> dict[str, A
 def main() -> int:
     """Run the commands, and write or print the answer."""
 
-    def more(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--only", default="", help="only cases whose name contains this; writes no result file"
-        )
-        parser.add_argument(
-            "--journal", type=Path, help="answers that are known; a later run goes on there"
-        )
-
-    chosen = options(__doc__, more)
+    chosen = options(__doc__, with_rows)
     report = Report(
         name="auto",
         question="Method auto with everything left to it",

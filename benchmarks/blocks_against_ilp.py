@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import functools
 import time
-from pathlib import Path
 from typing import Any
 
 from _block_steps import STEPS, step_of
-from _results import Journal, Report, options, say
+from _results import Journal, Report, options, say, with_rows
 
 from aliquot.cluster import Cluster
 from aliquot.core import AliquotError
@@ -72,8 +71,7 @@ def main() -> int:
 
 def _more(parser: Any) -> None:
     parser.add_argument("--ordinary", action="store_true", help="steps outside the zoo")
-    parser.add_argument("--only", default="", help="models with this in their name")
-    parser.add_argument("--journal", type=Path, help="file of the rows so far")
+    with_rows(parser)
 
 
 def _row(name: str) -> dict[str, Any]:

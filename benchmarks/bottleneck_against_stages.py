@@ -12,10 +12,9 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from _results import Journal, Report, options
+from _results import Journal, Report, options, with_rows
 
 from aliquot import zoo
 from aliquot.cluster import Cluster
@@ -68,7 +67,7 @@ CASES = tuple(
 
 def main() -> int:
     """Run, and write what came out; 1 if the bar is missed."""
-    chosen = options(__doc__, _more)
+    chosen = options(__doc__, with_rows)
     report = Report(
         name="bottleneck_against_stages",
         question="How much is lost by relief of the bottleneck, against the dynamic program?",
@@ -98,11 +97,6 @@ def main() -> int:
     }
     partial = chosen.quick or chosen.only
     return report.finish(chosen, met=None if partial else max(losses) <= _BAR)
-
-
-def _more(parser: Any) -> None:
-    parser.add_argument("--only", default="", help="cases with this in their name")
-    parser.add_argument("--journal", type=Path, help="file of the rows so far")
 
 
 def _row(case: Case) -> dict[str, Any]:

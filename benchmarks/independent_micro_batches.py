@@ -18,8 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _equality import more_options
-from _results import Journal, Report, options, use_eight_devices
+from _results import Journal, Report, options, use_eight_devices, with_rows
 
 use_eight_devices(fast_code=False)
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -43,7 +42,7 @@ BAR = 1e-9
 
 def main() -> int:
     """Run, and write or print the answer."""
-    chosen = options(__doc__, more_options, _add_options)
+    chosen = options(__doc__, with_rows, _add_options)
     if chosen.case:
         print(json.dumps(_rows(chosen.case)))
         return 0

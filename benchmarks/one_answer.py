@@ -15,10 +15,9 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from _results import Journal, Report, options
+from _results import Journal, Report, options, with_rows
 from typer.testing import CliRunner
 
 from aliquot.cli._app import app
@@ -217,15 +216,7 @@ def _shown(seconds: float | None) -> str:
 
 def main() -> int:
     """Run, and write or print the answer."""
-    chosen = options(
-        __doc__,
-        lambda parser: parser.add_argument(
-            "--journal", type=Path, help="a file to go on from where a run was ended"
-        ),
-        lambda parser: parser.add_argument(
-            "--only", default="", help="only cases whose name contains this"
-        ),
-    )
+    chosen = options(__doc__, with_rows)
     journal = Journal(chosen.journal)
     cases = [case for case in _CASES[: 4 if chosen.quick else None] if chosen.only in case.name]
     answers = {case: journal.row(case.name, lambda case=case: _row(case)) for case in cases}  # type: ignore[misc]

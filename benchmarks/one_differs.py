@@ -9,13 +9,12 @@ of two, for one program and for a pipeline; and what may differ. The test
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from _results import Journal, Report, options
+from _results import Journal, Report, options, with_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -27,7 +26,7 @@ _COST_STEPS = 2000
 
 def main() -> int:
     """Run, and write or print the answer."""
-    chosen = options(__doc__, _more_options)
+    chosen = options(__doc__, with_rows)
     report = Report(
         name="one_differs",
         question="One of two processes differs from the other",
@@ -74,15 +73,6 @@ def main() -> int:
         and cost["milliseconds of the processor"] < 1
     )
     return report.finish(chosen, met=met)
-
-
-def _more_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--only", default="", help="only kinds whose name contains this; writes no result file"
-    )
-    parser.add_argument(
-        "--journal", type=Path, help="a file that keeps finished cases, to go on from"
-    )
 
 
 def _row(runtime: str, kind: str) -> dict[str, Any]:

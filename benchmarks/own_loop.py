@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from _results import Report, options, use_eight_devices
+from _results import Report, options, use_eight_devices, with_rows
 
 use_eight_devices(fast_code=False)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-from _equality import compare_all, finish, more_options  # noqa: E402
+from _equality import compare_all, finish  # noqa: E402
 from _workloads import small  # noqa: E402
 from jax import export  # noqa: E402
 
@@ -56,7 +56,7 @@ class Case:
 
 def main() -> int:
     """Compare, and write or print the answer."""
-    chosen = options(__doc__, more_options)
+    chosen = options(__doc__, with_rows)
     every = [
         Case(where=where, family=family, method=method)
         for where, families in _places()

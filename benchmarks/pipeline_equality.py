@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _equality import compare_all, finish, largest_differences, more_options
-from _results import Report, options, use_eight_devices
+from _equality import compare_all, finish, largest_differences
+from _results import Report, options, use_eight_devices, with_rows
 
 use_eight_devices(fast_code=False)
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -32,7 +32,7 @@ from runtime.pipeline_cases import (  # noqa: E402
 
 def main() -> int:
     """Run, and write or print the answer."""
-    chosen = options(__doc__, more_options)
+    chosen = options(__doc__, with_rows)
     report = Report(
         name="pipeline_equality",
         question="Equality of pipelines and plain steps",

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _results import Journal, Report, options
+from _results import Journal, Report, options, with_rows
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
@@ -86,12 +86,7 @@ def main() -> int:
 
 def _more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument(
-        "--only", default="", help="only cases whose name contains this; writes no result file"
-    )
-    parser.add_argument(
-        "--journal", type=Path, help="a file that keeps finished cases, to go on from"
-    )
+    with_rows(parser)
     parser.add_argument(
         "--finished", action="store_true", help="run nothing: only what the journal holds"
     )

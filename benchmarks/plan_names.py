@@ -9,12 +9,11 @@ reads some of them.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
-from _results import Journal, Report, options
+from _results import Journal, Report, options, with_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -27,7 +26,7 @@ from aliquot.plans import summary_rows
 
 def main() -> int:
     """Plan, read, and write or print the answer."""
-    chosen = options(__doc__, _more_options)
+    chosen = options(__doc__, with_rows)
     report = Report(
         name="plan_names",
         question="The line that names a plan's parallelism, word by word",
@@ -51,11 +50,6 @@ def main() -> int:
         "untrue": sum(bool(row["untrue"]) for row in rows),
     }
     return report.finish(chosen, met=not report.summary["untrue"] and len(rows) >= 60)
-
-
-def _more_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--journal", type=Path, help="file of rows that are done")
 
 
 def _row(name: str, method: str, count: int | None) -> dict[str, Any]:

@@ -10,12 +10,11 @@ port, in pipelines and in single programs, each on one process of two or three. 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
-from _results import Journal, Report, options
+from _results import Journal, Report, options, with_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -24,7 +23,7 @@ from runtime.fault_cases import BAR_S, CASES, name_of, run_case, wrong
 
 def main() -> int:
     """Run, and write or print the answer."""
-    chosen = options(__doc__, _more_options)
+    chosen = options(__doc__, with_rows)
     report = Report(
         name="process_faults",
         question="Faults in runs of many processes",
@@ -51,15 +50,6 @@ def main() -> int:
         "most seconds": max(row["seconds"] for row in rows),
     }
     return report.finish(chosen, met=not bad)
-
-
-def _more_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--only", default="", help="only cases whose name contains this; writes no result file"
-    )
-    parser.add_argument(
-        "--journal", type=Path, help="a file that keeps finished cases, to go on from"
-    )
 
 
 def _row(case: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _equality import compare_all, finish, largest_differences, more_options
-from _results import Report, options, use_eight_devices
+from _equality import compare_all, finish, largest_differences
+from _results import Report, options, use_eight_devices, with_rows
 
 use_eight_devices(fast_code=False)
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -24,7 +24,7 @@ from runtime.equality import LEAF, LOSS, NUM_STEPS, all_cases, compare, covering
 
 def main() -> int:
     """Run, and write or print the answer."""
-    chosen = options(__doc__, more_options)
+    chosen = options(__doc__, with_rows)
     report = Report(
         name="step_equality",
         question="Equality of parallel and plain steps",

@@ -10,13 +10,12 @@ the processes meet or connect: the cases of the test `tests/runtime/test_strange
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from _results import Journal, Report, options
+from _results import Journal, Report, options, with_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -32,7 +31,7 @@ _JOIN_BAR_S = 3
 
 def main() -> int:
     """Run, and write or print the answer."""
-    chosen = options(__doc__, _more_options)
+    chosen = options(__doc__, with_rows)
     report = Report(
         name="strangers",
         question="Strangers at the ports of runs of two processes",
@@ -78,15 +77,6 @@ def main() -> int:
         ),
     }
     return report.finish(chosen, met=not num_wrong)
-
-
-def _more_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--only", default="", help="only kinds whose name contains this; writes no result file"
-    )
-    parser.add_argument(
-        "--journal", type=Path, help="a file that keeps finished runs, to go on from"
-    )
 
 
 def _cases(kind: str) -> dict[str, Any]:

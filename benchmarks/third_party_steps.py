@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from _equality import more_options
-from _results import Journal, Report, options, use_eight_devices
+from _results import Journal, Report, options, use_eight_devices, with_rows
 
 use_eight_devices(fast_code=False)
 os.environ["JAX_ENABLE_X64"] = "1"
@@ -71,7 +70,7 @@ _FLOOR = 1e-4
 
 def main() -> int:
     """Run, and write or print the answer."""
-    chosen = options(__doc__, more_options)
+    chosen = options(__doc__, with_rows)
     report = Report(
         name="third_party_steps",
         question="Training steps of other packages",

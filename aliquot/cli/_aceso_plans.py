@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..core import InputError, nearest
@@ -79,6 +80,18 @@ def export_plan(
         say.finish({"configuration": str(out), "config": configuration_to_dict(configuration)})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepOptions:
+    """What the configuration does not say of the step and its devices."""
+
+    steps: ScheduleSteps = None
+    network_gbps: NetworkGbps = None
+    seq_len: SeqLen = None
+    dtype: Dtype = None
+    settings: Settings = None
+    memory_limit: MemoryLimit = None
+
+
 def import_plan(
     *,
     config_file: AcesoFile,
@@ -86,19 +99,14 @@ def import_plan(
     cluster: DescribedCluster,
     out: Path = option("The plan to write.", ..., metavar="PLAN.json"),
     optimizer_options: OptimizerOptions,
-    steps: ScheduleSteps = None,
-    network_gbps: NetworkGbps = None,
-    seq_len: SeqLen = None,
-    dtype: Dtype = None,
-    settings: Settings = None,
-    memory_limit: MemoryLimit = None,
+    of_step: _StepOptions,
     as_json: Json = False,
 ) -> None:
     """Make a plan of a GPT, T5 or Wide-ResNet from a configuration of Aceso's: its stages, and the
     degrees of each operator.
     """
     with session(as_json) as say:
-        where = read_cluster(cluster, network_gbps)
+        where = read_cluster(cluster, of_step.network_gbps)
         if cluster != "detect":
             use_host_only()
         from ..core import listing, version_of
@@ -114,13 +122,13 @@ def import_plan(
             )
         options = ModelOptions(
             global_batch=configuration.global_batch,
-            seq_len=seq_len,
-            dtype=dtype,
+            seq_len=of_step.seq_len,
+            dtype=of_step.dtype,
             recompute="none",
             attention="plain",
-            settings=settings,
-        ).read(optimizer_options.read(steps))
-        limit_bytes = read_memory_limit(memory_limit)
+            settings=of_step.settings,
+        ).read(optimizer_options.read(of_step.steps))
+        limit_bytes = read_memory_limit(of_step.memory_limit)
         known = resolve(model, options, where)
         assert known.workload is not None
         config = known.workload.config

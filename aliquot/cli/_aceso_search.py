@@ -66,22 +66,25 @@ class _ProblemOptions:
         )
 
 
-def search(
-    options: _ProblemOptions,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SearchOptions:
+    """How the best configuration is searched, and where it is written."""
+
     planner: str = option(
         "auto, exact, bottleneck, grid or megatron; auto runs all but the last.", "auto"
-    ),
+    )
     judge: str = option(
         "aceso: its performance model. aliquot: its faults mended, the update counted.", "aceso"
-    ),
-    max_hops: int = option("Moves in a row of the bottleneck planner.", 7, min=1),
-    budget_s: float | None = option("Seconds after which the best so far is the answer.", min=0.1),
-    top: int = option("How many distinct configurations to return.", 1, min=1),
+    )
+    max_hops: int = option("Moves in a row of the bottleneck planner.", 7, min=1)
+    budget_s: float | None = option("Seconds after which the best so far is the answer.", min=0.1)
+    top: int = option("How many distinct configurations to return.", 1, min=1)
     out: Path | None = option(
         "Write the configuration, in Aceso's JSON; with --top also FILE.2, ...", metavar="FILE"
-    ),
-    as_json: Json = False,
-) -> None:
+    )
+
+
+def search(options: _ProblemOptions, how: _SearchOptions, as_json: Json = False) -> None:
     """Search for the fastest configuration that fits, and say how far from the optimum it can
     be.
     """
@@ -89,8 +92,8 @@ def search(
     from ..interop.aceso.search import BUDGET_SPENT, INTERRUPTED
 
     with session(as_json) as say:
-        problem, left_out = options.read(find_judge(judge))
-        chosen = _planner(planner, max_hops=max_hops, budget_s=budget_s, keep=top)
+        problem, left_out = options.read(find_judge(how.judge))
+        chosen = _planner(how.planner, max_hops=how.max_hops, budget_s=how.budget_s, keep=how.top)
         with _progress(say) as report, interrupting_at_sigterm() as ending:
             result = chosen.search(problem, on_progress=report)
         interrupted_code = TERMINATED if ending.reason else INTERRUPTED_CODE
@@ -100,19 +103,23 @@ def search(
                 raise typer.Exit(interrupted_code)
             if result.ended == BUDGET_SPENT:
                 raise InputError(
-                    f"No configuration was found within {budget_s:g} s, and nothing was written."
-                    " Give more seconds to --budget-s, or leave it out."
+                    f"No configuration was found within {how.budget_s:g} s, and nothing was"
+                    " written. Give more seconds to --budget-s, or leave it out."
                 )
             raise _nothing_fits(problem)
         for rank, (configuration, _) in enumerate(result.best, start=1):
-            if out is not None:
-                path = out if rank == 1 else out.with_name(f"{out.stem}.{rank}{out.suffix}")
+            if how.out is not None:
+                path = (
+                    how.out
+                    if rank == 1
+                    else how.out.with_name(f"{how.out.stem}.{rank}{how.out.suffix}")
+                )
                 write_configuration(configuration, path)
         best, estimate = result.best[0]
         missing = [*left_out, *problem.database.missing, *estimate.missing]
         _show(say, problem, result, missing)
-        if out is not None:
-            say.show(f"written to {out}")
+        if how.out is not None:
+            say.show(f"written to {how.out}")
         say.finish(
             {
                 **_figures(result),
@@ -127,7 +134,7 @@ def search(
                     for configuration, each in result.best
                 ],
                 "missing": missing,
-                "judge": judge,
+                "judge": how.judge,
             }
         )
         if result.ended == INTERRUPTED:

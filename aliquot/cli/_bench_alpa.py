@@ -78,6 +78,26 @@ class RunOptions:
             raise InputError("--time-limit is for what --predict plans: add --predict.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CaseOptions:
+    """Which cases of a suite are planned, for which devices, and where rows are written."""
+
+    case: list[int] | None = option("Only this case; repeatable.")
+    cluster: str | None = option(
+        "Devices to plan for, and cases for as many as it has; by default every size on"
+        f" machines of {_MACHINE}. Without --launch, --num-hosts and"
+        " --num-devices-per-host take a part of it."
+    )
+    network_gbps: NetworkGbps = None
+    every_size: bool = option("Also cases for parts of the cluster.", False)
+    out: Path | None = option(
+        "Folder for plans, rows as TSV and a chart; rows that are there are not made again.",
+        metavar="DIR",
+    )
+    suites: SuitesFile = None
+    runs_here: RunsHere = ""
+
+
 def alpa(
     *,
     suite: str = argument(
@@ -85,20 +105,7 @@ def alpa(
     ),
     run: RunOptions,
     launch_options: LaunchOptions,
-    case: list[int] | None = option("Only this case; repeatable."),
-    cluster: str | None = option(
-        "Devices to plan for, and cases for as many as it has; by default every size on"
-        f" machines of {_MACHINE}. Without --launch, --num-hosts and"
-        " --num-devices-per-host take a part of it."
-    ),
-    network_gbps: NetworkGbps = None,
-    every_size: bool = option("Also cases for parts of the cluster.", False),
-    out: Path | None = option(
-        "Folder for plans, rows as TSV and a chart; rows that are there are not made again.",
-        metavar="DIR",
-    ),
-    suites: SuitesFile = None,
-    runs_here: RunsHere = "",
+    of_cases: _CaseOptions,
     as_json: Json = False,
 ) -> None:
     """Plan or run the cases of a suite of Alpa's, or of your own: Alpa's columns, then what is
@@ -117,9 +124,10 @@ def alpa(
         ).check(devices=None, has_plan=False)
         if launch is not None and run.predict:
             raise InputError(f"--launch {launch}: --predict runs nothing. Leave one out.")
-        if network_gbps is not None and not run.predict:
+        if of_cases.network_gbps is not None and not run.predict:
             raise InputError(
-                f"--network-gbps {network_gbps} is of a cluster to plan for: add --predict."
+                f"--network-gbps {of_cases.network_gbps} is of a cluster to plan for: add"
+                " --predict."
             )
         if run.predict or (run.small and launch is None):
             use_host_only()
@@ -134,14 +142,14 @@ def alpa(
             mode_of,
         )
 
-        chosen = find_suite(suite, _suites(suites))
-        cases = find_cases(chosen, tuple(case or ()))
-        if runs_here:
-            _run_here(cases[0], runs_here, run, out, launch_options, say)
+        chosen = find_suite(suite, _suites(of_cases.suites))
+        cases = find_cases(chosen, tuple(of_cases.case or ()))
+        if of_cases.runs_here:
+            _run_here(cases[0], of_cases.runs_here, run, of_cases.out, launch_options, say)
             return
         where = None
         if run.predict:
-            where = _cluster(cluster or _machines(chosen), network_gbps, part)
+            where = _cluster(of_cases.cluster or _machines(chosen), of_cases.network_gbps, part)
 
         def measure(case: Case, plan_of: str) -> Row:
             found = row_of_own_process(case.number, plan_of)
@@ -153,14 +161,14 @@ def alpa(
                     suite=chosen,
                     cases=cases,
                     where=where,
-                    every_size=every_size or (cluster is None and _whole(part)),
+                    every_size=of_cases.every_size or (of_cases.cluster is None and _whole(part)),
                     searches=run.search,
                     verify=run.verify,
                     mode=mode_of(run.small, launch),
                     timing=run.timing,
                     time_limit_s=time_limit_s,
                 ),
-                Results(out, say.show, title=chosen.name),
+                Results(of_cases.out, say.show, title=chosen.name),
                 measure=measure,
                 note=say.note,
                 progress=report,
@@ -195,16 +203,18 @@ def list_suites(
             )
             say.finish({"suite": found.name, "cases": [asdict(c) for c in found.cases]})
             return
-        rows = [
-            {
-                "suite": each.name,
-                "cases": len(each.cases),
-                "devices": sorted({case.num_devices for case in each.cases}),
-                "kind": each.kind,
-                "about": each.about,
-            }
-            for each in known.values()
-        ]
+        rows = []
+        for each in known.values():
+            devices = sorted({case.num_devices for case in each.cases})
+            rows.append(
+                {
+                    "suite": each.name,
+                    "cases": len(each.cases),
+                    "devices": devices,
+                    "kind": each.kind,
+                    "about": each.about,
+                }
+            )
         say.show(
             table(
                 "Suites of benchmarks",

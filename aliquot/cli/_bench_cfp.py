@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,39 +22,42 @@ if TYPE_CHECKING:
 _SMALL, _VIRTUAL = "small", 8
 
 
-def cfp(
-    launch_options: LaunchOptions,
-    device: str = option("Devices to plan for; the artifact's are A100 on PCIe.", "A100-PCIe"),
-    only: str = option("Cases with this in their title or model.", ""),
-    case: list[int] | None = option("Only this one of all cases, from 1; repeatable."),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CaseOptions:
+    """Which cases are planned, for which devices, and where rows are written."""
+
+    device: str = option("Devices to plan for; the artifact's are A100 on PCIe.", "A100-PCIe")
+    only: str = option("Cases with this in their title or model.", "")
+    case: list[int] | None = option("Only this one of all cases, from 1; repeatable.")
     small: bool = option(
         "Also run every case at a very small size on virtual CPU devices, or on those of --launch.",
         False,
-    ),
+    )
     out: Path | None = option(
         "Folder for rows as TSV, a chart and a page; rows that are there are not made again.",
         metavar="DIR",
-    ),
-    runs_here: RunsHere = "",
-    as_json: Json = False,
-) -> None:
+    )
+    runs_here: RunsHere = ""
+
+
+def cfp(launch_options: LaunchOptions, of_cases: _CaseOptions, as_json: Json = False) -> None:
     """Search the cases of CFP's artifact, layers without embedding and head at full size: strategy,
     predicted step time, memory, operations and TFLOP/s, beside what was published.
     """
     launch = launch_options.launch
     with session(as_json) as say:
         launch_options.check(devices=None, has_plan=False)
-        if launch is not None and not small:
+        if launch is not None and not of_cases.small:
             raise InputError(
                 f"--launch {launch}: only what runs needs several processes. Add --small."
             )
         environment = dict(os.environ)
-        if launch is None or not runs_here:
+        if launch is None or not of_cases.runs_here:
             use_host_only()
         from ..suites import CFP_CASES, Results, find_cfp_cases, make_cfp_rows, mode_of
 
-        cases = find_cfp_cases(only, tuple(case or ()))
-        if runs_here:
+        cases = find_cfp_cases(of_cases.only, tuple(of_cases.case or ()))
+        if of_cases.runs_here:
             _run_here(cases[0], launch_options, say)
             return
 
@@ -64,14 +68,14 @@ def cfp(
         with search_progress(say) as report:
             rows = make_cfp_rows(
                 cases,
-                device,
-                lambda count: read_cluster(f"{count}x{device}"),
-                Results(out, say.show, title="aliquot beside CFP"),
-                measure=measure if small else None,
+                of_cases.device,
+                lambda count: read_cluster(f"{count}x{of_cases.device}"),
+                Results(of_cases.out, say.show, title="aliquot beside CFP"),
+                measure=measure if of_cases.small else None,
                 mode=mode_of(True, launch),
                 progress=report,
             )
-        say.finish({"device": device, "rows": rows})
+        say.finish({"device": of_cases.device, "rows": rows})
 
 
 def _run_here(case: CfpCase, launch_options: LaunchOptions, say: Session) -> None:

@@ -151,32 +151,39 @@ def profile(
         say.finish(show_run(say, run, "programs") | {"kinds": kinds})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SearchOptions:
+    """What a winner must be, and what is done with it."""
+
+    devices: Devices = None
+    memory_limit: str | None = option("Of each device, such as 40GiB.", metavar="SIZE")
+    require_measured: float = option(
+        "Refuse a winner of which less of the time was measured.", 0.0, min=0, max=1
+    )
+    top: int = option("How many to show.", 5, min=1)
+    run: int = option(
+        "Also run the best N as whole steps, take the fastest, and time it thrice.", 0, min=0
+    )
+    out: Path | None = option("File for the plan of the best.")
+
+
 def search(
     model: ModelName,
     database: Database,
     model_options: ModelOptions,
     segments: SegmentOptions,
     launch_options: LaunchOptions,
-    devices: Devices = None,
-    memory_limit: str | None = option("Of each device, such as 40GiB.", metavar="SIZE"),
-    require_measured: float = option(
-        "Refuse a winner of which less of the time was measured.", 0.0, min=0, max=1
-    ),
-    top: int = option("How many to show.", 5, min=1),
-    run: int = option(
-        "Also run the best N as whole steps, take the fastest, and time it thrice.", 0, min=0
-    ),
-    out: Path | None = option("File for the plan of the best."),
+    how: _SearchOptions,
     as_json: Json = False,
 ) -> None:
     """Compose the whole step from measured segments, and find the fastest that fits."""
     with session(as_json) as say:
-        check_destination(out)
-        limit_bytes = read_memory_limit(memory_limit)
-        if measured_by_others(launch_options, devices, say):
+        check_destination(how.out)
+        limit_bytes = read_memory_limit(how.memory_limit)
+        if measured_by_others(launch_options, how.devices, say):
             return
         with joined(launch_options, ends_at_signals=True):
-            asked = _ask_here(model, devices, model_options, segments)
+            asked = _ask_here(model, how.devices, model_options, segments)
             from ..profiling import from_first, leads, raised_in_all
             from ..report import composed_text
 
@@ -187,22 +194,27 @@ def search(
             with raised_in_all():
                 if leads():
                     found = composed_rows(
-                        asked, database, limit_bytes, max(top, run), require_measured, say
+                        asked,
+                        database,
+                        limit_bytes,
+                        max(how.top, how.run),
+                        how.require_measured,
+                        say,
                     )
             found = json.loads(from_first(json.dumps(found), str))
             answer: dict[str, Any] = {
                 "kinds": [kind.name for kind in asked.step.kinds],
                 "found": found,
             }
-            if run:
+            if how.run:
                 with search_progress(say) as report:
-                    answer["found"] = run_best(asked.step, found, run, report)
+                    answer["found"] = run_best(asked.step, found, how.run, report)
                 answer |= costs(asked, answer["found"][0])
-            if out is not None:
+            if how.out is not None:
                 if leads():
                     options = answer["found"][0]["options"]
-                    write_plan(asked, options, segments.factors, limit_bytes, out)
-                answer["plan"] = str(out)
+                    write_plan(asked, options, segments.factors, limit_bytes, how.out)
+                answer["plan"] = str(how.out)
         say.show(composed_text(answer))
         say.finish(answer)
 

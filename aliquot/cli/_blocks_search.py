@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +62,7 @@ def composed_rows(
         )
     return [
         {
-            "options": [list(options) for options in c.options],
+            "options": list(map(list, c.options)),
             "step_time_s": c.seconds,
             "peak_memory_bytes": c.memory_bytes,
             "measured_share": c.measured_share,
@@ -106,9 +107,8 @@ def costs(asked: Asked, best: dict[str, Any]) -> dict[str, Any]:
     part = compile_whole(asked.step, solution)
     costs_s = [seconds for _ in range(_ROUNDS) if (seconds := time_part(part).seconds)]
     # The zoo knows what its models compute; of other steps the products are counted.
-    flops = asked.model.reference.flops_per_step or sum(
-        work.flops for of_node in asked.step.problem.work for work in of_node
-    )
+    works = itertools.chain(*asked.step.problem.work)
+    flops = asked.model.reference.flops_per_step or sum(work.flops for work in works)
     rate = flops / statistics.median(costs_s) if costs_s else None
     return {"costs_s": costs_s, "flops": flops, "flops_per_s": rate}
 

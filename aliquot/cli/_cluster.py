@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -99,10 +100,24 @@ def cluster(
 
 def _list_devices(say: Session) -> None:
     """List the devices that clusters are named after, with their sizes and usual links."""
-    from ..cluster import DEVICES
+    from ..cluster import DEVICES, Cluster
     from ..report import Column, table
 
-    entries = [_device(name) for name in DEVICES]
+    entries = []
+    for name, device in DEVICES.items():
+        cluster = Cluster.preset(f"2x{_EIGHT}x{name}")
+        entries.append(
+            {
+                "device": name,
+                "kind": device.kind,
+                "example": "v5e-16" if name == "v5e" else f"2x{_EIGHT}x{name}",
+                "memory_bytes": device.memory_bytes,
+                "peak_flops_per_s": max(device.peak("bfloat16"), device.peak("float16")),
+                "intra_bytes_per_s": cluster.intra.bandwidth_bytes_per_s,
+                "inter_bytes_per_s": cluster.inter.bandwidth_bytes_per_s,
+                "source": device.source,
+            }
+        )
     say.show(
         table(
             "Devices; a cluster is HOSTSxDEVICESxNAME",
@@ -122,22 +137,6 @@ def _list_devices(say: Session) -> None:
     say.finish({"devices": entries})
 
 
-def _device(name: str) -> dict[str, Any]:
-    from ..cluster import DEVICES, Cluster
-
-    device, cluster = DEVICES[name], Cluster.preset(f"2x{_EIGHT}x{name}")
-    return {
-        "device": name,
-        "kind": device.kind,
-        "example": "v5e-16" if name == "v5e" else f"2x{_EIGHT}x{name}",
-        "memory_bytes": device.memory_bytes,
-        "peak_flops_per_s": max(device.peak("bfloat16"), device.peak("float16")),
-        "intra_bytes_per_s": cluster.intra.bandwidth_bytes_per_s,
-        "inter_bytes_per_s": cluster.inter.bandwidth_bytes_per_s,
-        "source": device.source,
-    }
-
-
 def _errors(known: Sequence[ReportedSteps], spec: str, every: bool) -> Iterator[tuple[str, str]]:
     """How far predictions were from reported steps: each kind of step of JAX programs, and one line
     for those of all other frameworks unless `every` is asked for.
@@ -149,7 +148,7 @@ def _errors(known: Sequence[ReportedSteps], spec: str, every: bool) -> Iterator[
             which = ", ".join([f"{kind.removesuffix('s')} parallelism", *rest])
             yield "expected error", f"{which}: {steps}"
     if others:
-        errors = sorted(error for steps in others for error in steps.errors)
+        errors = sorted(itertools.chain(*(steps.errors for steps in others)))
         low, high = (1 / (1 + error) for error in (errors[-1], errors[0]))
         yield (
             "other frameworks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,70 +31,78 @@ if TYPE_CHECKING:
     from ..cluster import Cluster, HostPrice
 
 
-def compare(
-    model: ModelName,
-    model_options: ModelOptions,
-    cluster: str | None = option("A preset such as 8xH100, a TOML file, or detect."),
-    clusters: str | None = option("Compare these clusters instead of methods.", metavar="C1,C2"),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ComparedOptions:
+    """What is compared, and by what."""
+
+    cluster: str | None = option("A preset such as 8xH100, a TOML file, or detect.")
+    clusters: str | None = option("Compare these clusters instead of methods.", metavar="C1,C2")
     methods: str | None = option(
         "Methods as in aliquot plan, such as auto,tp:8; by default the usual ones.",
         names="--methods --method",
         metavar="M1,M2",
-    ),
+    )
     micro_batches: str | None = option(
         "Number of micro-batches; by default auto and pipeshard search it, others have 1; with"
         " auto all search it.",
         metavar="N|auto",
-    ),
-    network_gbps: NetworkGbps = None,
-    memory_limit: MemoryLimit = None,
-    objective: Objective = None,
+    )
+    network_gbps: NetworkGbps = None
+    memory_limit: MemoryLimit = None
+    objective: Objective = None
     prices: Path | None = option(
         "CSV: device, devices per host, price per hour; then costs are compared, too.",
         metavar="FILE",
-    ),
-    html: Path | None = option("Write one page for the decision to this file.", metavar="FILE"),
-    as_json: Json = False,
+    )
+    html: Path | None = option("Write one page for the decision to this file.", metavar="FILE")
+
+
+def compare(
+    model: ModelName, model_options: ModelOptions, asked: _ComparedOptions, as_json: Json = False
 ) -> None:
     """Plan a model by several methods or for several clusters, and say where each loses: "why not
     FSDP?".
     """
     with session(as_json) as say:
-        names = _listed(clusters) if clusters else [cluster] if cluster else []
-        if not names or (cluster and (clusters or "," in cluster)):
+        names = [asked.cluster] if asked.cluster else []
+        if asked.clusters:
+            names = [part.strip() for part in asked.clusters.split(",") if part.strip()]
+        if not names or (asked.cluster and (asked.clusters or "," in asked.cluster)):
             raise InputError("compare needs --cluster C, or --clusters C1,C2 to compare several.")
-        check_destination(html, "--html")
+        check_destination(asked.html, "--html")
         if "detect" not in names:
             use_host_only()
-        where = [read_cluster(name, network_gbps) for name in names]
-        table = _prices_of(where, prices)
-        parts = "auto" if micro_batches == "auto" else read_micro_batches(micro_batches)
+        where = [read_cluster(name, asked.network_gbps) for name in names]
+        table = _prices_of(where, asked.prices)
+        parts = "auto" if asked.micro_batches == "auto" else read_micro_batches(asked.micro_batches)
         from .._questions import compare_built
         from ..planners import method_names
         from ..report import compare_page, comparison_table
         from ._model import user_code
         from ._recomputation import builder
 
-        limit = read_memory_limit(memory_limit)
+        limit = read_memory_limit(asked.memory_limit)
         with user_code(model), search_progress(say) as report:
             comparison = compare_built(
                 builder(model, model_options.read(), say),
                 clusters=where,
-                methods=method_names(methods or ""),
+                methods=method_names(asked.methods or ""),
                 num_micro_batches=parts,
                 memory_limit_bytes=limit,
-                objective=objective,
+                objective=asked.objective,
                 progress=report,
             )
-        if prices is not None:
-            comparison = replace(comparison, prices=table, prices_from=origin_of(prices, table))
-        if html is not None:
+        if asked.prices is not None:
+            comparison = replace(
+                comparison, prices=table, prices_from=origin_of(asked.prices, table)
+            )
+        if asked.html is not None:
             date = datetime.date.today().isoformat()
-            write_atomic(html, compare_page(comparison, date=date))
+            write_atomic(asked.html, compare_page(comparison, date=date))
         say.show(comparison_table(comparison))
-        if html is not None:
-            say.show(f"The page is in {html}.")
-        say.finish({**comparison.to_dict(), "html_file": str(html) if html else None})
+        if asked.html is not None:
+            say.show(f"The page is in {asked.html}.")
+        say.finish({**comparison.to_dict(), "html_file": str(asked.html) if asked.html else None})
         if comparison.best is None:
             raise typer.Exit(1)
 
@@ -119,7 +127,3 @@ def _prices_of(clusters: Sequence[Cluster], path: Path | None) -> tuple[HostPric
             f"{'s' if len(missing) > 1 else ''} {'; '.join(missing)}."
         )
     return tuple(price for price in table if (price.device, price.devices_per_host) in hosts)
-
-
-def _listed(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]

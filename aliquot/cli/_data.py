@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,20 +20,28 @@ VocabFile = Annotated[Path | None, option("GPT-2's vocab.json; with --merge-file
 MergeFile = Annotated[Path | None, option("GPT-2's merges.txt; with --vocab-file.", metavar="FILE")]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TokenizerOptions:
+    """The tokenizer, and the texts of lines of JSON."""
+
+    tokenizer: Path | None = option("JSON file of the tokenizers library.", metavar="FILE")
+    vocab_file: VocabFile = None
+    merge_file: MergeFile = None
+    end_of_text: str | None = option(
+        "Token behind each document; by default the tokenizer's own, such as <|endoftext|>.",
+        metavar="TOKEN",
+    )
+    json_key: str = option("Key of the text in the lines of *.jsonl.", "text", metavar="KEY")
+
+
 def data(
+    *,
     texts: list[Path] = argument(
         "Files, or folders of files; each file is a document, and each line of *.jsonl.",
         metavar="TEXT...",
     ),
     out: Path = option("File to write the tokens to.", ...),
-    tokenizer: Path | None = option("JSON file of the tokenizers library.", metavar="FILE"),
-    vocab_file: VocabFile = None,
-    merge_file: MergeFile = None,
-    end_of_text: str | None = option(
-        "Token behind each document; by default the tokenizer's own, such as <|endoftext|>.",
-        metavar="TOKEN",
-    ),
-    json_key: str = option("Key of the text in the lines of *.jsonl.", "text", metavar="KEY"),
+    by: _TokenizerOptions,
     as_json: Json = False,
 ) -> None:
     """Write the tokens of texts to one file, which training reads from the disk. Without a
@@ -42,9 +51,9 @@ def data(
         check_destination(out)
         from ..data import documents, listed, text_files, write_tokens
 
-        chosen = chosen_tokenizer(tokenizer, vocab_file, merge_file, end_of_text)
+        chosen = chosen_tokenizer(by.tokenizer, by.vocab_file, by.merge_file, by.end_of_text)
         files, tokens = text_files(texts)
-        for file in (*files, tokenizer, vocab_file, merge_file):
+        for file in (*files, by.tokenizer, by.vocab_file, by.merge_file):
             if file is not None and out.exists() and out.samefile(file):
                 raise InputError(
                     f"--out {out} is one of the files that are read ({file}), and its text would be"
@@ -53,7 +62,7 @@ def data(
         if tokens:
             say.note(f"note: left out, as they hold tokens and no text: {listed(tokens)}")
         started = time.perf_counter()
-        written = write_tokens(out, documents(files, json_key=json_key), chosen)
+        written = write_tokens(out, documents(files, json_key=by.json_key), chosen)
         seconds = time.perf_counter() - started
         count, dtype = len(written.tokens), written.tokens.dtype.name
         noun = "document" if written.documents == 1 else "documents"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +50,12 @@ def demo(
         use_virtual_devices(_DEVICES)
         say.note(f"demo: plans, trains twice and compares, {_TAKES}.")
         say.voice.doing = f"building {_MODEL}"
+        from .._variants import plan_variants
+        from ..cluster import Cluster
+        from ..plans import brief
         from ..zoo import build, text_for, tokens_of
+        from ._model import from_workload
+        from ._recomputation import variants_of
 
         workload = build(
             _MODEL,
@@ -68,35 +72,22 @@ def demo(
             f"{_MODEL}: {format_count(workload.num_parameters)} parameters, {_BATCH} sequences of"
             f" {text.facts['seq_len']} bytes a step, from"
             f" {format_count(text.facts['tokens'])} bytes of"
-            f" {_source(data)}\n"
+            f" {', '.join(map(str, data)) if data else 'the Python standard library'}\n"
         )
-        plan = _plan(workload, out, say)
+        with search_progress(say) as report:
+            plan = plan_variants(
+                variants_of(from_workload(workload)),
+                cluster=Cluster.detect(),
+                num_micro_batches=1,
+                progress=report,
+            )
+        plan.save(out)
+        say.show(f"{brief(plan)}\n")
         figures, many = _train_parallel(workload, plan, text, steps, say)
         _stop_if_interrupted(many, steps, say)
         one = _train_alone(workload, text, steps, say)
         _stop_if_interrupted(one, steps, say)
         _conclude(many, one, plan, out, figures, say)
-
-
-def _source(data: Sequence[Path] | None) -> str:
-    return ", ".join(map(str, data)) if data else "the Python standard library"
-
-
-def _plan(workload: Workload, out: Path, say: Session) -> Plan:
-    from .._variants import plan_variants
-    from ..cluster import Cluster
-    from ..plans import brief
-    from ._model import from_workload
-    from ._recomputation import variants_of
-
-    model = from_workload(workload)
-    with search_progress(say) as report:
-        plan = plan_variants(
-            variants_of(model), cluster=Cluster.detect(), num_micro_batches=1, progress=report
-        )
-    plan.save(out)
-    say.show(f"{brief(plan)}\n")
-    return plan
 
 
 def _train_parallel(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,48 +19,53 @@ if TYPE_CHECKING:
     from ..report import Alternative
 
 
-def explain(
-    plan_file: PlanFile,
-    as_json: Json = False,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ExplainOptions:
+    """What is explained beside the plan itself, and where it is written."""
+
     alternatives: bool = option(
         "Also trace the step again and price what could have been chosen instead.", True
-    ),
-    model: ModelOfPlan = None,
-    trust_plan: TrustPlan = False,
+    )
+    model: ModelOfPlan = None
+    trust_plan: TrustPlan = False
     trace: Path | None = option(
         "Write a pipeline's predicted schedule to this file, for ui.perfetto.dev.", metavar="FILE"
-    ),
-    html: Path | None = option("Write the plan as one HTML page.", metavar="FILE"),
-    profiles: Path | None = option("The database that the plan was made from.", metavar="FILE"),
-) -> None:
+    )
+    html: Path | None = option("Write the plan as one HTML page.", metavar="FILE")
+    profiles: Path | None = option("The database that the plan was made from.", metavar="FILE")
+
+
+def explain(*, plan_file: PlanFile, as_json: Json = False, asked: _ExplainOptions) -> None:
     """Explain a plan: its decisions, its predicted cost, and the cost of the best alternatives."""
     with session(as_json) as say:
         use_host_only()
         from ..report import explained, explanation, page, planned_trace
 
-        check_destination(trace, "--trace")
-        check_destination(html, "--html")
+        check_destination(asked.trace, "--trace")
+        check_destination(asked.html, "--html")
         plan = read_plan(plan_file)
-        if trace is not None:
-            planned_trace(plan).save(trace)
-        if html is not None:
-            write_atomic(html, page(plan, date=datetime.date.today().isoformat()))
+        if asked.trace is not None:
+            planned_trace(plan).save(asked.trace)
+        if asked.html is not None:
+            write_atomic(asked.html, page(plan, date=datetime.date.today().isoformat()))
         others, remark = (
-            priced_alternatives(plan, say, model, trust_plan, profiles)
-            if alternatives
+            priced_alternatives(plan, say, asked.model, asked.trust_plan, asked.profiles)
+            if asked.alternatives
             else ((), "")
         )
         say.show(explanation(plan, others, remark=remark))
-        if trace is not None:
-            say.show(f"\nThe predicted schedule is in {trace}. Open it at https://ui.perfetto.dev.")
-        if html is not None:
-            say.show(f"\nThe page is in {html}.")
+        if asked.trace is not None:
+            say.show(
+                f"\nThe predicted schedule is in {asked.trace}. Open it at https://ui.perfetto.dev."
+            )
+        if asked.html is not None:
+            say.show(f"\nThe page is in {asked.html}.")
         answer = {**explained(plan, others), "alternatives_remark": remark or None}
         say.finish(
             {
                 **answer,
-                "trace_file": str(trace) if trace else None,
-                "html_file": str(html) if html else None,
+                "trace_file": str(asked.trace) if asked.trace else None,
+                "html_file": str(asked.html) if asked.html else None,
             }
         )
 

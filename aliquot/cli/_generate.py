@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,49 @@ class _Texts:
     tokenizer: Tokenizer | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TextOptions:
+    """What is continued, how far, and by which tokenizer."""
+
+    prompt: list[str] | None = option("Text to be continued; repeatable, for several at once.")
+    tokens: list[str] | None = option(
+        "The same as numbers of tokens, which then are the answer, too.", metavar="ID,ID,..."
+    )
+    max_tokens: int = option("How many tokens to add, at most.", 64)
+    temperature: float | None = option(
+        "Draw each token as the model finds it likely, with logits divided by this; 0, the"
+        " default, takes the most likely one.",
+        min=0,
+    )
+    top_k: int | None = option("Draw only among so many of the most likely tokens.", min=1)
+    seed: int | None = option(
+        "Of what is drawn; 0 by default. The same one gives the same text.", min=0
+    )
+    cache: int | None = option(
+        "Place in the cache for prompt and answer; by default the plan's, or as needed.",
+        metavar="TOKENS",
+    )
+    tokenizer: Path | None = option(
+        "JSON file of the tokenizer that the data was made by.", metavar="FILE"
+    )
+    vocab_file: VocabFile = None
+    merge_file: MergeFile = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TokenPlanOptions:
+    """How the step of a token is planned, or which plan it has."""
+
+    plan_file: Path | None = option(
+        "A plan that --save-plan wrote; by default a plan is made.", names="--plan", metavar="PLAN"
+    )
+    save_plan: Path | None = option("Write the plan of a token to this file.", metavar="FILE")
+    dtype: str | None = option("Dtype to compute in; by default that of the training.")
+    cluster: PlannedCluster = "detect"
+    network_gbps: NetworkGbps = None
+    devices: VirtualDevices = None
+
+
 def generate(
     *,
     model: ZooName,
@@ -54,64 +98,36 @@ def generate(
     ),
     method_options: MethodOptions,
     launch_options: LaunchOptions,
-    prompt: list[str] | None = option("Text to be continued; repeatable, for several at once."),
-    tokens: list[str] | None = option(
-        "The same as numbers of tokens, which then are the answer, too.", metavar="ID,ID,..."
-    ),
-    max_tokens: int = option("How many tokens to add, at most.", 64),
-    temperature: float | None = option(
-        "Draw each token as the model finds it likely, with logits divided by this; 0, the"
-        " default, takes the most likely one.",
-        min=0,
-    ),
-    top_k: int | None = option("Draw only among so many of the most likely tokens.", min=1),
-    seed: int | None = option(
-        "Of what is drawn; 0 by default. The same one gives the same text.", min=0
-    ),
-    cache: int | None = option(
-        "Place in the cache for prompt and answer; by default the plan's, or as needed.",
-        metavar="TOKENS",
-    ),
-    tokenizer: Path | None = option(
-        "JSON file of the tokenizer that the data was made by.", metavar="FILE"
-    ),
-    vocab_file: VocabFile = None,
-    merge_file: MergeFile = None,
-    plan_file: Path | None = option(
-        "A plan that --save-plan wrote; by default a plan is made.", names="--plan", metavar="PLAN"
-    ),
-    save_plan: Path | None = option("Write the plan of a token to this file.", metavar="FILE"),
-    dtype: str | None = option("Dtype to compute in; by default that of the training."),
-    cluster: PlannedCluster = "detect",
-    network_gbps: NetworkGbps = None,
-    devices: VirtualDevices = None,
+    asked: _TextOptions,
+    planned: _TokenPlanOptions,
     as_json: Json = False,
 ) -> None:
     """Continue texts with a model that `aliquot train` has trained, with the most likely tokens or
     with drawn ones.
     """
     with session(as_json) as say:
-        if max_tokens < 1:
-            raise InputError(f"--max-tokens must be at least 1, got {max_tokens}.")
-        if bool(prompt) == bool(tokens):
+        if asked.max_tokens < 1:
+            raise InputError(f"--max-tokens must be at least 1, got {asked.max_tokens}.")
+        if bool(asked.prompt) == bool(asked.tokens):
             raise InputError("give what is to be continued, as --prompt TEXT or --tokens ID,ID,...")
-        if plan_file is not None and method_options != MethodOptions():
+        if planned.plan_file is not None and method_options != MethodOptions():
             raise InputError(
-                f"--plan {plan_file} says how the model runs: leave --method and the like out."
+                f"--plan {planned.plan_file} says how the model runs: leave --method and the like"
+                " out."
             )
-        if (top_k is not None or seed is not None) and not temperature:
-            given = "--seed" if top_k is None else "--top-k"
+        if (asked.top_k is not None or asked.seed is not None) and not asked.temperature:
+            given = "--seed" if asked.top_k is None else "--top-k"
             raise InputError(
                 f"{given} is for tokens that are drawn, and the most likely one is taken: add"
                 " --temperature 1."
             )
         method_options.check(None)
-        launch_options.check(devices=devices, has_plan=plan_file is not None)
+        launch_options.check(devices=planned.devices, has_plan=planned.plan_file is not None)
         if launch_options.starts_others:
             launch_again(launch_options, None, say, all_say_the_same=True)
             return
         with joined(launch_options):
-            here = use_devices(devices)
+            here = use_devices(planned.devices)
             from .._generation import Generator, Sampling
             from ..cluster import Cluster
             from ..zoo import is_hugging_face
@@ -119,37 +135,43 @@ def generate(
             from ._train_plan import check_devices
 
             source: Checkpoints | None = None
-            files = (tokenizer, vocab_file, merge_file)
+            files = (asked.tokenizer, asked.vocab_file, asked.merge_file)
             if is_hugging_face(checkpoint):
-                if prompt and not any(files):
+                if asked.prompt and not any(files):
                     files = (_own_tokenizer(checkpoint), None, None)
                 meta = _as_meta(model, files)
             else:
                 source = opened(checkpoint, "--checkpoint")
                 meta = source.record(source.numbers()[-1]).meta
-            texts = _texts(prompt, tokens, meta, files)
-            plan = None
-            if plan_file is not None:
-                plan = read_plan(plan_file)
+            texts = _texts(asked.prompt, asked.tokens, meta, files)
+            plan, cache = None, asked.cache
+            if planned.plan_file is not None:
+                plan = read_plan(planned.plan_file)
                 check_devices(plan, len(here))
                 cache = cache or _place_in_cache(plan)
-            built = _model(model, meta, texts, max_tokens, cache, dtype)
-            where = Cluster.detect(here) if cluster == "detect" else read_cluster(cluster)
+            built = _model(model, meta, texts, asked.max_tokens, cache, planned.dtype)
+            where = (
+                Cluster.detect(here)
+                if planned.cluster == "detect"
+                else read_cluster(planned.cluster)
+            )
             generator = Generator(
                 built,
                 vocabulary=_vocabulary(built, texts),
-                sampling=Sampling(temperature=temperature, top_k=top_k, seed=seed or 0)
-                if temperature
+                sampling=Sampling(
+                    temperature=asked.temperature, top_k=asked.top_k, seed=asked.seed or 0
+                )
+                if asked.temperature
                 else None,
                 decode_plan=plan,
-                cluster=with_network(where, network_gbps),
+                cluster=with_network(where, planned.network_gbps),
                 method=method_options.read(),
                 num_micro_batches=method_options.wanted_micro_batches,
             )
-            if save_plan is not None:
-                generator.plan.save(save_plan)
+            if planned.save_plan is not None:
+                generator.plan.save(planned.save_plan)
             params = _weights(generator, source, checkpoint, model, say)
-            answers = _stream(generator, params, texts, max_tokens, say)
+            answers = _stream(generator, params, texts, asked.max_tokens, say)
             _tell(texts, answers, say)
 
 
@@ -192,7 +214,7 @@ def _texts(
     used = (meta.get("data") or {}).get("tokenizer", "bytes")
     if prompts is None:
         numbers = [each.replace(",", " ").split() for each in tokens or ()]
-        wrong = [n for each in numbers for n in each if not n.isdecimal()]
+        wrong = [n for n in itertools.chain(*numbers) if not n.isdecimal()]
         if wrong or not all(numbers):
             raise InputError(
                 f"--tokens takes numbers of tokens, such as 72,101, and {wrong[0]!r} is none."

@@ -154,6 +154,9 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
+_ENDING = b"interrupted: ending what is under way. Press Ctrl-C again to end at once.\n"
+
+
 def _acknowledge(reading: int) -> None:
     """Wait for signals, which the interpreter writes down as they come, whatever its first thread
     is doing.
@@ -165,10 +168,6 @@ def _acknowledge(reading: int) -> None:
         count += 1
         if count > 1:
             os._exit(INTERRUPTED)
-        timer = threading.Timer(_PATIENCE_S, _say_so)
+        timer = threading.Timer(_PATIENCE_S, os.write, (2, _ENDING))
         timer.daemon = True
         timer.start()
-
-
-def _say_so() -> None:
-    os.write(2, b"interrupted: ending what is under way. Press Ctrl-C again to end at once.\n")

@@ -27,26 +27,17 @@ def main() -> None:
     except OSError as error:
         if error.errno not in _FULL or error.filename is not None:
             raise
-        _leave_without_output(error)
+        # What is left to write would be tried again, and fail again, when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if error.errno == errno.EPIPE:
+            # Who reads has seen enough.
+            raise SystemExit(1) from None
+        print(
+            f"error: the answer cannot be written to standard output: {error.strerror}.",
+            file=sys.stderr,
+        )
+        raise SystemExit(_BAD_INPUT) from None
     finally:
         end_at_interrupts()
         # Garbage is not worth collecting when the process ends, as Python would do.
         gc.freeze()
-
-
-def _leave_without_output(error: OSError) -> None:
-    """Say that the answer could not be written.
-
-    Raises:
-        SystemExit: Always.
-    """
-    # What is left to write would be tried again, and fail again, when the process ends.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if error.errno == errno.EPIPE:
-        # Who reads has seen enough.
-        raise SystemExit(1) from None
-    print(
-        f"error: the answer cannot be written to standard output: {error.strerror}.",
-        file=sys.stderr,
-    )
-    raise SystemExit(_BAD_INPUT) from None

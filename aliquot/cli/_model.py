@@ -293,7 +293,17 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
     except ValueError:
         # It has no signature that Python knows.
         pass
-    _check_batch(name, batch, options.global_batch)
+    import jax
+
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())}
+    wanted = options.global_batch
+    if wanted is not None and sizes and wanted not in sizes:
+        listed = ", ".join(map(str, sorted(sizes)))
+        raise InputError(
+            f"{name} made a batch of {listed}, and --global-batch says {wanted}. Leave the"
+            " option out, or give the factory an argument global_batch and make a batch of that"
+            " size."
+        )
     reference = ModelReference(
         kind="factory", name=name, settings=settings, tokens_per_step=options.tokens_per_step or 0
     )
@@ -468,19 +478,6 @@ def find_function(name: str, that: str = "") -> Callable[..., Any]:
         raise InputError(f"{name} is {_kind(factory)}, not a function{that}.")
     callable_factory: Callable[..., Any] = factory
     return callable_factory
-
-
-def _check_batch(name: str, batch: Any, global_batch: int | None) -> None:
-    import jax
-
-    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())}
-    if global_batch is not None and sizes and global_batch not in sizes:
-        listed = ", ".join(map(str, sorted(sizes)))
-        raise InputError(
-            f"{name} made a batch of {listed}, and --global-batch says {global_batch}. Leave the"
-            " option out, or give the factory an argument global_batch and make a batch of that"
-            " size."
-        )
 
 
 def _kind(value: Any) -> str:

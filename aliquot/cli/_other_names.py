@@ -296,4 +296,4 @@ def _config_as_model(ctx: typer.Context, args: Sequence[str]) -> Iterator[str]:
 
 def _own_names(ctx: typer.Context) -> set[str]:
     """The options of a verb, and the names of its arguments."""
-    return {name for p in ctx.command.params for name in (*p.opts, *p.secondary_opts)}
+    return set().union(*(p.opts + p.secondary_opts for p in ctx.command.params))

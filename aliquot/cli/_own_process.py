@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from ..core import shortened
@@ -24,7 +24,14 @@ def row_of_own_process(
     Args:
         environment: of that process, where this one has changed its own.
     """
-    command = [sys.executable, "-m", "aliquot", *_without_cases(sys.argv[1:])]
+    kept: list[str] = []
+    given = iter(sys.argv[1:])
+    for argument in given:
+        if argument == "--case":
+            next(given, None)
+        elif argument != "--json" and not argument.startswith("--case="):
+            kept.append(argument)
+    command = [sys.executable, "-m", "aliquot", *kept]
     command += ["--case", str(number), "--runs-here", plan_of, "--json"]
     with subprocess.Popen(
         command,
@@ -45,14 +52,3 @@ def row_of_own_process(
         return row
     last = shortened(" / ".join(said), 400)
     return f"its process ended with exit code {process.returncode}: {last}"
-
-
-def _without_cases(arguments: Sequence[str]) -> list[str]:
-    kept: list[str] = []
-    given = iter(arguments)
-    for argument in given:
-        if argument == "--case":
-            next(given, None)
-        elif argument != "--json" and not argument.startswith("--case="):
-            kept.append(argument)
-    return kept

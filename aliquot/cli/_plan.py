@@ -75,7 +75,18 @@ def plan(
             every=every,
         )
         if search_options.max_batch:
-            _find_max_batch(request, out, say)
+            of_plan = request.of_plan
+            find_max_batch(
+                request.name,
+                request.options,
+                request.where,
+                request.how,
+                of_plan.pop("num_micro_batches"),
+                out,
+                say,
+                verify=request.search.verify,
+                **of_plan,
+            )
         else:
             _find_plan(request, time_limit_s, out, say)
 
@@ -102,21 +113,6 @@ class _Request:
             "micro_batch_semantics": self.method.micro_batch_semantics,
             "memory_limit_bytes": self.memory_limit_bytes,
         }
-
-
-def _find_max_batch(request: _Request, out: Path | None, say: Session) -> None:
-    of_plan = request.of_plan
-    find_max_batch(
-        request.name,
-        request.options,
-        request.where,
-        request.how,
-        of_plan.pop("num_micro_batches"),
-        out,
-        say,
-        verify=request.search.verify,
-        **of_plan,
-    )
 
 
 def _find_plan(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ..core import InfeasibleError
 
 if TYPE_CHECKING:
@@ -22,11 +24,14 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
         plan_s: seconds from the step to the plan: tracing, searching, writing down, and compiling
             where that was asked for.
     """
-    import msgspec
 
     from ..plans import figures, layers_recompute, stage_data
 
     p, provenance = plan.prediction, plan.provenance
+    stages = []
+    for stage in plan.stages:
+        num_operators = sum(op.copies for op in stage.interior)
+        stages.append(stage_data(stage) | {"num_operators": num_operators})
     return {
         "feasible": True,
         "method": plan.method,
@@ -53,10 +58,7 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
         "measured_compute_share": p.measured_compute_share,
         "measured_error": p.measured_error,
         "profiles": provenance.profiles or None,
-        "stages": [
-            stage_data(stage) | {"num_operators": sum(op.copies for op in stage.interior)}
-            for stage in plan.stages
-        ],
+        "stages": stages,
         "compiled": msgspec.to_builtins(plan.compiled),
         "notes": list(plan.notes),
         "plan_file": str(out) if out else None,

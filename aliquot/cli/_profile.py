@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,21 +39,28 @@ if TYPE_CHECKING:
     from ..cluster import Cluster
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ProgramOptions:
+    """Which operators are measured, for which devices."""
+
+    devices: Devices = None
+    cluster: str | None = option(
+        "Measure, on one device here, what each device of this cluster would compute: a preset"
+        " or a TOML file. Collectives stay as modelled."
+    )
+    network_gbps: NetworkGbps = None
+    mesh: str | None = option("Only this logical mesh, such as 4x2; by default all.")
+    largest_in_host: str = option("Largest message inside a host.", "1GiB", metavar="SIZE")
+    largest_between_hosts: str = option("Largest between hosts.", "1GiB", metavar="SIZE")
+
+
 def run(
     model: ModelName,
     database: Database,
     model_options: ModelOptions,
     measuring: MeasuringOptions,
     launch_options: LaunchOptions,
-    devices: Devices = None,
-    cluster: str | None = option(
-        "Measure, on one device here, what each device of this cluster would compute: a preset"
-        " or a TOML file. Collectives stay as modelled."
-    ),
-    network_gbps: NetworkGbps = None,
-    mesh: str | None = option("Only this logical mesh, such as 4x2; by default all."),
-    largest_in_host: str = option("Largest message inside a host.", "1GiB", metavar="SIZE"),
-    largest_between_hosts: str = option("Largest between hosts.", "1GiB", metavar="SIZE"),
+    of_programs: _ProgramOptions,
     as_json: Json = False,
 ) -> None:
     """Measure the products, traffic and collectives that plans of a model are made of, most useful
@@ -60,19 +68,27 @@ def run(
     """
     with session(as_json) as say:
         part, timing = read_share(measuring.share), measuring.timing()
-        limits = parse_bytes(largest_in_host), parse_bytes(largest_between_hosts)
-        read_mesh(mesh)
-        if launch_options.launch is not None and cluster is not None:
+        limits = (
+            parse_bytes(of_programs.largest_in_host),
+            parse_bytes(of_programs.largest_between_hosts),
+        )
+        read_mesh(of_programs.mesh)
+        if launch_options.launch is not None and of_programs.cluster is not None:
             raise InputError(
-                f"--cluster {cluster} measures what one device would compute, and --launch"
-                f" {launch_options.launch} is for several that work together. Leave one of them"
-                " out."
+                f"--cluster {of_programs.cluster} measures what one device would compute, and"
+                f" --launch {launch_options.launch} is for several that work together. Leave one of"
+                " them out."
             )
-        if measured_by_others(launch_options, devices, say):
+        if measured_by_others(launch_options, of_programs.devices, say):
             return
         with joined(launch_options, ends_at_signals=True):
-            seen = use_devices(devices)
-            from ..cluster import MEASURED, MEASURED_COMPUTE, Cluster, logical_mesh_shapes
+            seen = use_devices(of_programs.devices)
+            from ..cluster import (
+                MEASURED,
+                MEASURED_COMPUTE,
+                Cluster,
+                logical_mesh_shapes,
+            )
             from ..cost import make_problem
             from ..graph import capture
             from ..profiling import (
@@ -84,9 +100,9 @@ def run(
             from ._model import resolve, user_code
 
             here = Cluster.detect(seen)
-            asked = _cluster_of_this_device(cluster, network_gbps, here)
+            asked = _cluster_of_this_device(of_programs.cluster, of_programs.network_gbps, here)
             where = here if asked is None else asked
-            shape = read_mesh(mesh, where)
+            shape = read_mesh(of_programs.mesh, where)
             built = resolve(model, model_options.read(), where)
             with user_code(built.name):
                 graph = capture(built.step, built.state, built.batch)
@@ -96,7 +112,7 @@ def run(
                 largest_in_host_bytes=limits[0],
                 largest_between_hosts_bytes=limits[1],
             )
-            if cluster is not None:
+            if of_programs.cluster is not None:
                 operators = alone_on_one_device(operators)
             with (
                 database_of_all(database) as known,
@@ -108,15 +124,23 @@ def run(
                     share=part,
                     timing=timing,
                     budget_s=measuring.budget_s,
-                    grade=MEASURED if cluster is None else MEASURED_COMPUTE,
+                    grade=MEASURED if of_programs.cluster is None else MEASURED_COMPUTE,
                     progress=report,
                 )
         answer = show_run(say, done, "operators")
         if not done.num_missing:
-            virtual = "" if devices is None or cluster else f"XLA_FLAGS={virtual_flag(devices)} "
-            network = "" if network_gbps is None else f" --network-gbps {network_gbps}"
+            virtual = (
+                ""
+                if of_programs.devices is None or of_programs.cluster
+                else f"XLA_FLAGS={virtual_flag(of_programs.devices)} "
+            )
+            network = (
+                ""
+                if of_programs.network_gbps is None
+                else f" --network-gbps {of_programs.network_gbps}"
+            )
             # Later no process may see all hosts.
-            target = cluster or (where.name if where.num_hosts > 1 else "detect")
+            target = of_programs.cluster or (where.name if where.num_hosts > 1 else "detect")
             say.show(
                 f"Plan from them, with the same options of the model: {virtual}aliquot plan"
                 f" {built.name} --cluster {target}{network} --profiles {database}"

@@ -88,8 +88,16 @@ def begin(
             if number is not None and source is checkpoints:
                 source.drop_later(number)
             say.note(f"resuming after step {restored.number}, from {source.folder}")
-            for line in _changes(restored.meta, meta):
-                say.note(line)
+            for part, what in (("settings", "the step"), ("data", "the data")):
+                old: Any = restored.meta.get(part) or {}
+                new: Any = meta[part]
+                differing = [
+                    f"{key} was {old.get(key)}, is {new.get(key)}"
+                    for key in {**old, **new}
+                    if old.get(key) != new.get(key) and key not in _SAME_NUMBERS
+                ]
+                if old and differing:
+                    say.note(f"note: {what} changes here: {'; '.join(differing)}")
             return Resumed(
                 state=restored.state,
                 done=restored.number,
@@ -183,18 +191,3 @@ def _weights(path: Path, params: Any, workload: Workload, say: Session) -> Any:
             some = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
             say.note(f"note: {counted(len(places), 'array')} {what}: {some}")
     return restored.state["params"]
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs between the run that wrote a checkpoint and the one that goes on with it."""
-    lines = []
-    for part, what in (("settings", "the step"), ("data", "the data")):
-        old, new = before.get(part) or {}, now[part]
-        differing = [
-            f"{key} was {old.get(key)}, is {new.get(key)}"
-            for key in {**old, **new}
-            if old.get(key) != new.get(key) and key not in _SAME_NUMBERS
-        ]
-        if old and differing:
-            lines.append(f"note: {what} changes here: {'; '.join(differing)}")
-    return lines

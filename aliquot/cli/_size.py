@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,48 +29,50 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _TIMES_S = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 
 
-def size(
-    model: ModelName,
-    model_options: ModelOptions,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SizeOptions:
+    """What is to be trained, by when, and on what."""
+
     device: str | None = option(
         "Such as H100 or H100,B200; by default all that have a price.", metavar="N1,N2"
-    ),
-    devices_per_host: int = option("Devices in a host of which no price is given.", 8, min=1),
-    tokens: str = option("Number of tokens to train on, such as 300B or 2T.", "", metavar="N"),
-    by: str = option(
-        "Time that the training may take, such as 30d, 12h or 6w.", "", metavar="TIME"
-    ),
+    )
+    devices_per_host: int = option("Devices in a host of which no price is given.", 8, min=1)
+    tokens: str = option("Number of tokens to train on, such as 300B or 2T.", "", metavar="N")
+    by: str = option("Time that the training may take, such as 30d, 12h or 6w.", "", metavar="TIME")
     prices: Path | None = option(
         "CSV: device, devices per host, price per hour, source. By default samples, each with"
         " its source and day."
-    ),
+    )
     goodput: float = option(
         "Share of the time in which training moves on, without failures and restarts.", 1.0
-    ),
-    max_hosts: int = option("Try no more hosts than this.", 64, min=1, max=1024),
-    memory_limit: MemoryLimit = None,
-    as_json: Json = False,
+    )
+    max_hosts: int = option("Try no more hosts than this.", 64, min=1, max=1024)
+    memory_limit: MemoryLimit = None
+
+
+def size(
+    model: ModelName, model_options: ModelOptions, asked: _SizeOptions, as_json: Json = False
 ) -> None:
     """Find the clusters that train a model in time: the cheapest, or the fewest hosts."""
     with session(as_json) as say:
-        needed = (("--tokens", tokens, "2T"), ("--by", by, "30d"))
+        needed = (("--tokens", asked.tokens, "2T"), ("--by", asked.by, "30d"))
         if lacks := [f"{option} {such_as}" for option, given, such_as in needed if not given]:
             raise InputError(
                 "aliquot size needs the tokens to train on and the time that they may take: add"
                 f" {' '.join(lacks)}, for example."
             )
-        wanted, by_s = read_count(tokens), read_duration(by)
+        wanted, by_s = read_count(asked.tokens), read_duration(asked.by)
         from ..cluster import HostPrice, load_prices
 
-        table = load_prices(prices)
+        table = load_prices(asked.prices)
         use_host_only()
-        kinds = _kinds(device, devices_per_host, table, given=prices is not None)
+        kinds = _kinds(asked.device, asked.devices_per_host, table, given=asked.prices is not None)
         from .._size import Outlook, SizingInterrupted, size_built
         from ..report import ClusterOption, option_line, sizing_table
         from ._model import user_code
         from ._recomputation import builder
 
-        options, limit = model_options.read(), read_memory_limit(memory_limit)
+        options, limit = model_options.read(), read_memory_limit(asked.memory_limit)
         priced = [kind for kind in kinds if isinstance(kind, HostPrice)]
 
         @functools.cache
@@ -91,11 +93,11 @@ def size(
                     hosts=kinds,
                     tokens=wanted,
                     by_s=by_s,
-                    prices=origin_of(prices, priced) if priced else "",
+                    prices=origin_of(asked.prices, priced) if priced else "",
                     found=tell,
-                    goodput=goodput,
+                    goodput=asked.goodput,
                     rebuild=None if options.global_batch is None or ":" in model else rebuild,
-                    max_hosts=max_hosts,
+                    max_hosts=asked.max_hosts,
                     memory_limit_bytes=limit,
                     progress=report,
                 )
@@ -152,26 +154,22 @@ def _kinds(
     """The hosts to plan for: those with a price, of some devices if they are named."""
     if device is None:
         return list(table)
-    names = [name.strip() for name in device.split(",") if name.strip()]
-    return [host for name in names for host in _hosts_of(name, devices_per_host, table, given)]
+    hosts: list[HostPrice | tuple[str, int]] = []
+    for said in filter(None, map(str.strip, device.split(","))):
+        try:
+            name = read_cluster(said).device.name
+        except ClusterError:
+            if not re.fullmatch(r"[A-Za-z][\w-]*", said):
+                raise
+            from ..cluster import DEVICES
 
-
-def _hosts_of(
-    device: str, devices_per_host: int, table: tuple[HostPrice, ...], given: bool
-) -> Sequence[HostPrice | tuple[str, int]]:
-    """The hosts of one device: those with a price, or one without."""
-    try:
-        name = read_cluster(device).device.name
-    except ClusterError:
-        if not re.fullmatch(r"[A-Za-z][\w-]*", device):
-            raise
-        from ..cluster import DEVICES
-
-        raise InputError(
-            f"--device {device}: there is no such device:"
-            f" {nearest(device, DEVICES, listed_by='aliquot cluster')}"
-        ) from None
-    priced = [host for host in table if host.device == name]
-    if given and not priced:
-        raise InputError(f"--device {name}: the prices have none for it.")
-    return priced or [(name, devices_per_host)]
+            raise InputError(
+                f"--device {said}: there is no such device:"
+                f" {nearest(said, DEVICES, listed_by='aliquot cluster')}"
+            ) from None
+        priced = [host for host in table if host.device == name]
+        if given and not priced:
+            raise InputError(f"--device {name}: the prices have none for it.")
+        # Of a device without a price there is one host.
+        hosts += priced or [(name, devices_per_host)]
+    return hosts

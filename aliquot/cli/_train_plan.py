@@ -105,10 +105,11 @@ def _with_numbers(
     from ..graph import capture, graph_fingerprint
 
     graphs = [capture(w.train_step, w.state, w.batch) for w in (planned, asked)]
-    before, now = (
-        ([op.name for op in graph.ops], [item.path for item in graph.inputs]) for graph in graphs
-    )
-    if before != now:
+    operators, paths = [], []
+    for graph in graphs:
+        operators.append([op.name for op in graph.ops])
+        paths.append([item.path for item in graph.inputs])
+    if operators[0] != operators[1] or paths[0] != paths[1]:
         raise PlanMismatchError(
             [
                 f"{key} is {_shown(value)}, in the plan {_shown(planned.settings.get(key))}"

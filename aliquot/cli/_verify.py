@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 
 from ..core import InputError
@@ -12,9 +10,6 @@ from ._groups import option
 from ._options import Json, ModelOfPlan, PlanFile, TrustPlan, read_plan
 from ._progress import compiling_progress
 from ._session import session
-
-if TYPE_CHECKING:
-    from ..plans import Plan
 
 
 def verify(
@@ -32,7 +27,10 @@ def verify(
     with session(as_json) as say:
         use_host_only()
         plan = read_plan(plan_file)
-        _check_target(plan, target)
+        from ..cluster import Cluster
+        from ..verification import require_compiler, resolve_target
+
+        require_compiler(resolve_target(target, Cluster.from_dict(plan.cluster)))
         from .._api import verify as compile_plan
         from ..report import verification
         from ._model import rebuild, unnamed, user_code
@@ -52,11 +50,3 @@ def verify(
         say.finish(answer)
     if not result.fits:
         raise typer.Exit(1)
-
-
-def _check_target(plan: Plan, target: str | None) -> None:
-    """Refuse a target that cannot be compiled for before the step is traced."""
-    from ..cluster import Cluster
-    from ..verification import require_compiler, resolve_target
-
-    require_compiler(resolve_target(target, Cluster.from_dict(plan.cluster)))

@@ -6,6 +6,7 @@ The values are here; the ways to get one lie beside it: `_presets.py` (short nam
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -327,9 +328,10 @@ class Cluster:
 def _wiring_problems(wires: Wires, size: int) -> list[str]:
     if len(wires) != size or any(len(row) != size for row in wires):
         return [f"wires must have {size} rows of {size}, one for each device of a host"]
-    pairs = [(wires[i][j], wires[j][i], i == j) for i in range(size) for j in range(size)]
-    if any(there != back or there < 0 or (there and same) for there, back, same in pairs):
-        return ["wires must be the same both ways, not negative, and 0 from a device to itself"]
+    for i, j in itertools.product(range(size), repeat=2):
+        there, back = wires[i][j], wires[j][i]
+        if there != back or there < 0 or (there and i == j):
+            return ["wires must be the same both ways, not negative, and 0 from a device to itself"]
     return [] if any(map(any, wires)) or size == 1 else ["wires join no two devices"]
 
 

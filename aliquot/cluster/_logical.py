@@ -180,9 +180,9 @@ def logical_mesh_shapes(num_devices: int, max_axes: int = 2) -> list[tuple[int, 
         )
     if num_devices == 1:
         return [(1,)]
-    shapes = [
-        shape for count in range(1, max_axes + 1) for shape in _factorizations(num_devices, count)
-    ]
+    shapes: list[tuple[int, ...]] = []
+    for count in range(1, max_axes + 1):
+        shapes += _factorizations(num_devices, count)
     return sorted(shapes, key=lambda shape: (len(shape), tuple(-size for size in shape)))
 
 
@@ -191,30 +191,26 @@ def _factorizations(number: int, count: int) -> list[tuple[int, ...]]:
         return [(number,)] if number > 1 else []
     small = [d for d in range(2, math.isqrt(number) + 1) if number % d == 0]
     divisors = {*small, *(number // d for d in small)}
-    return [
-        (first, *rest)
-        for first in sorted(divisors)
-        for rest in _factorizations(number // first, count - 1)
-    ]
+    found = []
+    for first in sorted(divisors):
+        found += [(first, *rest) for rest in _factorizations(number // first, count - 1)]
+    return found
 
 
 @lru_cache(maxsize=4096)
 def _link(cluster: Cluster, shape: tuple[int, ...], positions: tuple[int, ...]) -> AxisLink:
     """The link of axes; `positions` are theirs in the mesh."""
     groups = _groups(cluster, shape, positions)
-    members_by_host = [
-        Counter({host: len(members) for host, members in group.items()}) for group in groups
-    ]
     n = math.prod(shape[position] for position in positions)
     intra, inter = cluster.intra, cluster.inter
     in_ring = in_all_to_all = intra.bandwidth_bytes_per_s
     if cluster.wires:
-        hosts_members = {tuple(members) for group in groups for members in group.values()}
+        hosts_members = set(map(tuple, itertools.chain(*(group.values() for group in groups))))
         in_ring = min(ring_bandwidth(cluster.wires, members) for members in hosts_members)
         in_all_to_all = min(
             all_to_all_bandwidth(cluster.wires, members) for members in hosts_members
         )
-    crossing = [group for group in members_by_host if len(group) > 1]
+    crossing = [group for group in groups if len(group) > 1]
     if not crossing:
         return AxisLink(
             size=n,
@@ -227,7 +223,7 @@ def _link(cluster: Cluster, shape: tuple[int, ...], positions: tuple[int, ...]) 
     leaving: Counter[int] = Counter()  # of every member's n - 1 messages, those that leave its host
     for group in crossing:
         rings.update(group.keys())
-        leaving.update({host: count * (n - count) for host, count in group.items()})
+        leaving.update({host: len(own) * (n - len(own)) for host, own in group.items()})
     hosts = max(len(group) for group in crossing)
     return AxisLink(
         size=n,
@@ -256,7 +252,5 @@ def _groups(
 
 
 def _offsets(shape: tuple[int, ...], strides: list[int], positions: tuple[int, ...]) -> list[int]:
-    ranges = [
-        [index * strides[position] for index in range(shape[position])] for position in positions
-    ]
+    ranges = [range(0, shape[p] * strides[p], strides[p]) for p in positions]
     return [sum(parts) for parts in itertools.product(*ranges)]

@@ -134,12 +134,6 @@ def _torus(device: str, ici_gb_per_s: float, links: int) -> Wiring:
     )
 
 
-def _chips_per_host(chips: int) -> int:
-    # Machines with up to 8 v5e or v6e chips are one host; larger slices are built of 4-chip hosts
-    # (Google Cloud TPU documentation).
-    return chips if chips <= 8 else 4
-
-
 _PCIE4 = (
     "PCIe 4.0 x16 in the host (nominal; through host memory where peers cannot reach each other)"
 )
@@ -383,7 +377,10 @@ def _slice_preset(text: str, generation: str, cores: int, asked: str) -> Cluster
             else "it is empty"
         )
         raise ClusterError(problem, asked=asked, advice=_FORMS)
-    per_host = _chips_per_host(chips) if generation in ("v5e", "v6e") else min(4, chips)
+    # Machines with up to 8 v5e or v6e chips are one host; larger slices are built of 4-chip hosts
+    # (Google Cloud TPU documentation).
+    is_one_host = generation in ("v5e", "v6e") and chips <= 8
+    per_host = chips if is_one_host else min(4, chips)
     if chips % per_host:
         raise ClusterError(
             f"{chips} chips do not fill hosts of {per_host}", asked=asked, advice=_FORMS

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import statistics
@@ -190,7 +191,8 @@ def data_sheet_range() -> DataSheetRange | None:
     reported.
     """
     found = [steps for steps in _record() if steps.errors and not chip_of(steps.device)]
-    longer = sorted(1 / (1 + error) for steps in found for error in steps.errors)
+    errors = itertools.chain(*(steps.errors for steps in found))
+    longer = sorted(1 / (1 + error) for error in errors)
     if len(longer) < _ENOUGH:
         return None
     low, high = narrowest(longer)

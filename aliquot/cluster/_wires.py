@@ -56,8 +56,11 @@ def all_to_all_bandwidth(wires: Wires, members: Sequence[int]) -> float:
 
 def _links(wires: Wires, members: Sequence[int]) -> tuple[float, _Links]:
     """The bandwidth of one link, and the links between each two members."""
-    unit = min(w for row in wires for w in row if w)
-    return unit, tuple(tuple(int(wires[i][j] // unit) for j in members) for i in members)
+    unit = min(filter(None, itertools.chain(*wires)))
+    links = []
+    for i in members:
+        links.append(tuple(int(wires[i][j] // unit) for j in members))
+    return unit, tuple(links)
 
 
 @lru_cache(maxsize=1024)

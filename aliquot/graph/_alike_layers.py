@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ._dataflow import Item, made_by
+from ._dataflow import Item, made_by, read_by
 from ._layers import crossing_bytes
 from ._rule import traits_of
 from ._types import Graph, Literal, Phase
@@ -39,18 +39,15 @@ def alike_layers(graph: Graph, items: Sequence[Item]) -> tuple[tuple[int, int], 
     layers: list[tuple[int, int]] = []
     for run in _runs([key for _, key in products], 0):
         found = _cut(run, places, crossing)
-        parts = [[items[k] for k in forward[a:b]] for a, b in found]
-        if all(_reads_from(one, other) for one, other in itertools.pairwise(parts)):
+        parts = []
+        for a, b in found:
+            parts.append([items[k] for k in forward[a:b]])
+        # Parts of one layer side by side, such as the products for queries, keys and values, do
+        # not read what the one before them makes.
+        reads = (read_by(other).keys() & made_by(one) for one, other in itertools.pairwise(parts))
+        if all(reads):
             layers += found
     return tuple((forward[a], forward[b - 1] + 1) for a, b in layers)
-
-
-def _reads_from(one: Sequence[Item], other: Sequence[Item]) -> bool:
-    """Whether a layer reads what the one before it makes, so that they are no parts of one layer
-    side by side, such as the products for queries, keys and values.
-    """
-    made = made_by(one)
-    return any(not made.isdisjoint(item.inputs) for item in other)
 
 
 def _key(graph: Graph, number: int) -> Any:

@@ -7,6 +7,7 @@ accelerators nor touches them.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -93,7 +94,7 @@ class LoneOperator:
         """
         random = np.random.default_rng(draw)
         # Dims of size one are ignored: an index into them could only be 0.
-        fewest = min((n for shape in shapes for n in shape if n > 1), default=2)
+        fewest = min((n for n in itertools.chain(*shapes) if n > 1), default=2)
         return [
             (
                 # A literal is part of what the operator computes, the same in every draw.
@@ -116,8 +117,18 @@ class LoneOperator:
         def program(given: Sequence[Sequence[Any]]) -> list[list[Any]]:
             results = []
             for operands in given:
-                arrays = [_typed(o, d) for o, d in zip(operands, self._dtypes, strict=True)]
-                results.append([_plain(r) for r in compat.bind(self._eqn, arrays)])
+                arrays = [
+                    jax.random.wrap_key_data(o, impl=compat.key_generator(d))
+                    if _is_key(d)
+                    else o.astype(d)
+                    for o, d in zip(operands, self._dtypes, strict=True)
+                ]
+                results.append(
+                    [
+                        jax.random.key_data(r) if _is_key(r.dtype) else r
+                        for r in compat.bind(self._eqn, arrays)
+                    ]
+                )
             return results
 
         device = compat.host_device()
@@ -125,8 +136,7 @@ class LoneOperator:
             with _quietly(), jax.default_device(device):
                 jitted = jax.jit(program)
                 results_of_calls = [
-                    jitted(jax.device_put([list(operands) for operands in calls], device))
-                    for calls in draws
+                    jitted(jax.device_put(list(map(list, calls)), device)) for calls in draws
                 ]
                 return [jax.tree.map(np.asarray, results) for results in results_of_calls]
         except Exception:  # Nothing is lost: the operator then runs whole.
@@ -172,18 +182,6 @@ def _floats(random: np.random.Generator, shape: Shape, draw: int) -> NDArray[Any
     if draw == 1:
         return 4 * random.standard_normal(shape)
     return random.integers(1, 5, shape).astype(np.float64)
-
-
-def _typed(array: Any, dtype: Any) -> Any:
-    return (
-        jax.random.wrap_key_data(array, impl=compat.key_generator(dtype))
-        if _is_key(dtype)
-        else array.astype(dtype)
-    )
-
-
-def _plain(array: Any) -> Any:
-    return jax.random.key_data(array) if _is_key(array.dtype) else array
 
 
 def _hashable(value: Any) -> Any:

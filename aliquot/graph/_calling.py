@@ -280,9 +280,9 @@ class Calling:
 
     def _returns_setting(self, parts: Sequence[str], number: Any) -> bool:
         """True if a number in the result is a static argument that is returned at its own place."""
-        ends = {end for end in ("".join(parts), "".join(parts[1:])) if end}
+        ends = tuple(end for end in ("".join(parts), "".join(parts[1:])) if end)
         return any(
-            static == number and any(path.endswith(end) for end in ends)
+            static == number and path.endswith(ends)
             for path, (_, static) in zip(self.call.static_paths, self.call.statics, strict=True)
         )
 

@@ -172,7 +172,36 @@ def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
         leaves: arrays or shapes, one for each traced leaf of the arguments.
     """
     with _garbage_collection_paused():
-        return _trace_to_graph(calling, leaves)
+        # `calling.run` writes the structure of the results into `calling`; with a copy, traces do
+        # not overwrite each other's.
+        calling = replace(calling)
+        structs = [compat.shape_struct(leaf) for leaf in leaves]
+        try:
+            closed = compat.trace(lambda *flat: calling.run(flat), structs)
+        except NameError as error:
+            if "unbound axis name" in str(error):
+                error.add_note(
+                    "A plan is made from the step that one device would run on the whole batch."
+                    " Take out collectives over devices, such as `jax.lax.pmean(grads, axis)`: the"
+                    " plan puts in what its splits need."
+                )
+            raise
+        traced = _Traced.of(closed)
+        values, ops, body = traced.values, traced.ops, traced.body
+        refuse_work_on_host(ops, values)
+        outputs = tuple(
+            [Output(path=p, value=v) for p, v in zip(calling.out_paths, body.outputs, strict=True)]
+        )
+        return Graph(
+            name=_name(calling),
+            values=values,
+            ops=ops,
+            body=body,
+            inputs=_inputs(calling, values, ops, traced.inputs, outputs),
+            constants=traced.constants,
+            outputs=outputs,
+            calling=calling,
+        )
 
 
 def with_recomputation(graph: Graph, name: str, *, like: Graph | None = None) -> Graph:
@@ -190,27 +219,23 @@ def with_recomputation(graph: Graph, name: str, *, like: Graph | None = None) ->
     fresh: dict[str, Any] = {"traces": {}, "own_traces": {}, "cut_state": None}
     calling = replace(graph.calling, recompute=how, as_written=graph, **fresh)
     with _garbage_collection_paused():
-        return _recaptured(replace(loose, calling=calling))
-
-
-def _recaptured(graph: Graph) -> Graph:
-    """A graph in loose form, traced; see `recomputing`."""
-    structs = [
-        compat.shape_struct(leaf, graph.values[item.value].shape)
-        for item, leaf in zip(graph.inputs, graph.calling.call.leaves, strict=True)
-    ]
-    traced = _Traced.of(compat.trace(lambda *arrays: evaluate(graph, arrays), structs))
-    inputs = zip(graph.inputs, traced.inputs, strict=True)
-    outputs = zip(graph.outputs, traced.body.outputs, strict=True)
-    return replace(
-        graph,
-        values=traced.values,
-        ops=traced.ops,
-        body=traced.body,
-        inputs=tuple([replace(old, value=value) for old, value in inputs]),
-        constants=traced.constants,
-        outputs=tuple([replace(old, value=value) for old, value in outputs]),
-    )
+        known = replace(loose, calling=calling)
+        structs = [
+            compat.shape_struct(leaf, known.values[item.value].shape)
+            for item, leaf in zip(known.inputs, known.calling.call.leaves, strict=True)
+        ]
+        traced = _Traced.of(compat.trace(lambda *arrays: evaluate(known, arrays), structs))
+        inputs = zip(known.inputs, traced.inputs, strict=True)
+        outputs = zip(known.outputs, traced.body.outputs, strict=True)
+        return replace(
+            known,
+            values=traced.values,
+            ops=traced.ops,
+            body=traced.body,
+            inputs=tuple([replace(old, value=value) for old, value in inputs]),
+            constants=traced.constants,
+            outputs=tuple([replace(old, value=value) for old, value in outputs]),
+        )
 
 
 @contextlib.contextmanager
@@ -224,51 +249,6 @@ def _garbage_collection_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _refuse_huge_arrays(values: Sequence[Value]) -> None:
-    """Raise `CaptureError` for an array with more elements than float64 can count exactly."""
-    largest = max(values, key=lambda value: math.prod(value.shape), default=None)
-    if largest is not None and math.prod(largest.shape) > _MOST_ELEMENTS:
-        raise CaptureError(
-            f"the step has an array {largest.dtype}[{', '.join(map(str, largest.shape))}], of"
-            f" {math.prod(largest.shape):.1e} elements, and can have {_MOST_ELEMENTS:.1e} at most."
-            " Make the model or the batch smaller."
-        )
-
-
-def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
-    """Trace the step, inline its jaxpr, and find phases, successors of state, and roles."""
-    # `calling.run` writes the structure of the results into `calling`; with a copy, traces do not
-    # overwrite each other's.
-    calling = replace(calling)
-    structs = [compat.shape_struct(leaf) for leaf in leaves]
-    try:
-        closed = compat.trace(lambda *flat: calling.run(flat), structs)
-    except NameError as error:
-        if "unbound axis name" in str(error):
-            error.add_note(
-                "A plan is made from the step that one device would run on the whole batch. Take"
-                " out collectives over devices, such as `jax.lax.pmean(grads, axis)`: the plan puts"
-                " in what its splits need."
-            )
-        raise
-    traced = _Traced.of(closed)
-    values, ops, body = traced.values, traced.ops, traced.body
-    refuse_work_on_host(ops, values)
-    outputs = tuple(
-        [Output(path=p, value=v) for p, v in zip(calling.out_paths, body.outputs, strict=True)]
-    )
-    return Graph(
-        name=_name(calling),
-        values=values,
-        ops=ops,
-        body=body,
-        inputs=_inputs(calling, values, ops, traced.inputs, outputs),
-        constants=traced.constants,
-        outputs=outputs,
-        calling=calling,
-    )
 
 
 class _Traced(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,7 +266,13 @@ class _Traced(msgspec.Struct, frozen=True, kw_only=True):
         inputs = [inliner.new_value(v.aval) for v in closed.jaxpr.invars]
         body = inliner.block(closed.jaxpr, closed.consts, inputs, "", 1)
         values = tuple(inliner.values)
-        _refuse_huge_arrays(values)
+        largest = max(values, key=lambda value: math.prod(value.shape), default=None)
+        if largest is not None and math.prod(largest.shape) > _MOST_ELEMENTS:
+            raise CaptureError(
+                f"the step has an array {largest.dtype}[{', '.join(map(str, largest.shape))}], of"
+                f" {math.prod(largest.shape):.1e} elements, and can have {_MOST_ELEMENTS:.1e} at"
+                " most. Make the model or the batch smaller."
+            )
         drafts = inliner.drafts
         phases = assign_phases(drafts, len(values), inliner.decided)
         ops = tuple(

@@ -8,6 +8,7 @@ parameters).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -150,12 +151,20 @@ def links_around(graph: Graph, call: Call) -> set[OpId]:
 
 def made_by(items: Iterable[Item]) -> set[ValueId]:
     """All results of items."""
-    return {o for item in items for o in item.outputs}
+    return set(itertools.chain.from_iterable(item.outputs for item in items))
+
+
+def read_by(items: Iterable[Item]) -> dict[ValueId, None]:
+    """All values that items read, in order."""
+    return dict.fromkeys(itertools.chain.from_iterable(item.inputs for item in items))
 
 
 def made_at(items: Sequence[Item]) -> dict[ValueId, int]:
     """For each result of items the position of the item."""
-    return {o: k for k, item in enumerate(items) for o in item.outputs}
+    places: dict[ValueId, int] = {}
+    for k, item in enumerate(items):
+        places.update(dict.fromkeys(item.outputs, k))
+    return places
 
 
 def plain_item(graph: Graph, op_or_call: OpId | Call, phase: Phase) -> Item:
@@ -215,7 +224,10 @@ def rough_costs(graph: Graph, items: Sequence[Item]) -> list[float]:
     `_FLOPS_PER_BYTE`.
     """
     sizes = [value.num_bytes for value in graph.values]
-    return [sum([_cost(graph.ops[k], sizes) for k in item.ops]) for item in items]
+    costs = []
+    for item in items:
+        costs.append(sum([_cost(graph.ops[k], sizes) for k in item.ops]))
+    return costs
 
 
 def _cost(op: Op, sizes: Sequence[int]) -> float:

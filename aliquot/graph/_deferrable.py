@@ -97,14 +97,15 @@ def _needed_elsewhere(
         if stages[k] != SHARED:
             item_stages = {stages[k]}
         else:
-            item_stages = {s for o in item.outputs for s in reading_stages.get(o, ())}
+            item_stages = set().union(*(reading_stages.get(o, ()) for o in item.outputs))
         for i in item.inputs:
             reading_stages[i] |= item_stages
     # Each stage computes shared items for itself, so no stage waits for them.
-    own_stage = {
-        o: stages[k] for k, item in enumerate(items) if stages[k] != SHARED for o in item.outputs
-    }
-    return {v for v, s in own_stage.items() if reading_stages.get(v, set()) - {s}}
+    needed: set[ValueId] = set()
+    for item, stage in zip(items, stages, strict=True):
+        if stage != SHARED:
+            needed.update(o for o in item.outputs if reading_stages.get(o, set()) - {stage})
+    return needed
 
 
 def passes_gradients_on(op: Op) -> bool:

@@ -4,6 +4,8 @@ reference.
 
 from __future__ import annotations
 
+import itertools
+
 from ._types import Call, Graph, Op, OpId
 
 
@@ -16,7 +18,8 @@ def any_effects(item: OpId | Call, graph: Graph) -> bool:
     """True if an operator, or one inside a structured one, has effects."""
     if isinstance(item, int):
         return has_effects(graph.ops[item])
-    return any(any_effects(inner, graph) for block in item.blocks for inner in block.items)
+    inside = itertools.chain.from_iterable(block.items for block in item.blocks)
+    return any(any_effects(inner, graph) for inner in inside)
 
 
 def operators_with_effects(graph: Graph) -> tuple[Op, ...]:

@@ -84,7 +84,8 @@ def experts(
         raise InputError(listing("These experts cannot be computed", faults, "See help(experts)."))
     if amax is None:
         return _differentiable(activation, tokens, chosen, weights, *into, out)
-    scales = tuple(tuple(jnp.asarray(a, jnp.float32) for a in each) for each in amax)
+    as_float32 = functools.partial(jnp.asarray, dtype=jnp.float32)
+    scales = tuple(tuple(map(as_float32, each)) for each in amax)
     return _in_eight_bits(activation, scales, tokens, chosen, weights, (*into, out))
 
 

@@ -7,13 +7,14 @@ Planners split the operators of a stage as they split those of a whole step.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import overload
 
 import msgspec
 
-from ._dataflow import FROM_ANOTHER_STAGE, Item, items_of, links_around, made_by
+from ._dataflow import FROM_ANOTHER_STAGE, Item, items_of, links_around, made_by, read_by
 from ._deferrable import Deferrable, deferrable_items
 from ._stages import SHARED, Staging
 from ._types import (
@@ -124,10 +125,9 @@ class StageExtracts(Sequence[Extract]):
         mine, deferrable = self._items_of[stage], self._deferrable
         chosen = _with_shared(items, self._maker, mine)
         made_here = made_by(items[k] for k in chosen)
-        reads = dict.fromkeys(i for k in chosen for i in items[k].inputs if i not in made_here)
         inputs = []
-        for v in reads:
-            if v not in graph.constants:
+        for v in read_by(items[k] for k in chosen):
+            if v not in made_here and v not in graph.constants:
                 # Values that enter with the batch in their first dim are this stage's batch.
                 role = Role.BATCH if self._batch_dims.get(v) == 0 else Role.OTHER
                 inputs.append(
@@ -160,12 +160,10 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
     """
     made_here = made_by(items)
     named = {item.value: item for item in graph.inputs}
-    reads = dict.fromkeys(
-        i for item in items for i in item.inputs if i not in made_here and i not in graph.constants
-    )
     inputs = [
         named.get(v) or Input(path=f"{FROM_ANOTHER_STAGE}{v}", value=v, role=Role.OTHER)
-        for v in reads
+        for v in read_by(items)
+        if v not in made_here and v not in graph.constants
     ]
     places = {item.op_or_call for item in items if not isinstance(item.op_or_call, Call)}
     calls = {id(item.op_or_call) for item in items if isinstance(item.op_or_call, Call)}
@@ -287,7 +285,7 @@ class _Builder:
 
     def ops_of(self, items: Sequence[Item]) -> set[OpId]:
         """Indices of all operators inside items, links included."""
-        kept = {k for item in items for k in item.ops}
+        kept = set(itertools.chain.from_iterable(item.ops for item in items))
         for item in items:
             if isinstance(item.op_or_call, Call):
                 kept |= links_around(self._graph, item.op_or_call)
@@ -331,16 +329,15 @@ class _Builder:
     def _renumbered(self, op_or_call: OpId | Call) -> OpId | Call:
         if not isinstance(op_or_call, Call):
             return self._op_number[op_or_call]
-        return replace(
-            op_or_call,
-            inputs=tuple(self._operand(i) for i in op_or_call.inputs),
-            outputs=tuple(self._value(o) for o in op_or_call.outputs),
-            blocks=tuple(
+        inputs = tuple(map(self._operand, op_or_call.inputs))
+        outputs = tuple(map(self._value, op_or_call.outputs))
+        blocks = []
+        for block in op_or_call.blocks:
+            blocks.append(
                 Block(
-                    inputs=tuple(self._operand(i) for i in block.inputs),
-                    items=tuple(self._renumbered(item) for item in block.items),
-                    outputs=tuple(self._operand(o) for o in block.outputs),
+                    inputs=tuple(map(self._operand, block.inputs)),
+                    items=tuple(map(self._renumbered, block.items)),
+                    outputs=tuple(map(self._operand, block.outputs)),
                 )
-                for block in op_or_call.blocks
-            ),
-        )
+            )
+        return replace(op_or_call, inputs=inputs, outputs=outputs, blocks=tuple(blocks))

@@ -15,7 +15,7 @@ from dataclasses import replace
 import msgspec
 
 from . import _jax_compat as compat
-from ._dataflow import made_by, ops_inside, plain_item, reads_of
+from ._dataflow import made_by, ops_inside, plain_item, read_by, reads_of
 from ._first_half import FirstHalf
 from ._recompute import items_between, values_to_keep
 from ._types import Block, Call, Graph, Operand, OpId, Phase, Value, ValueId
@@ -122,9 +122,9 @@ class _Builder:
     ) -> Call:
         """One half of a loop: a scan with the given items, carries, slices and stacked results."""
         ends = [*(c.end for c in carries), *(b for b, _ in stacks)]
-        read = {i for item in items for i in reads_of(self._graph, item)} | {
-            i for i in ends if isinstance(i, int)
-        }
+        read = {i for i in ends if isinstance(i, int)}
+        for item in items:
+            read.update(reads_of(self._graph, item))
         # Slices that this half does not read are left out, so that they need not be kept for it.
         used = [(whole, row) for whole, row in slices if row in read]
         block = Block(
@@ -177,10 +177,7 @@ class _Builder:
         names = [self._graph.ops[item.ops[0]].name if item.ops else "" for item in now_items]
         late_items = [plain_item(self._graph, item, Phase.BACKWARD) for item in second]
         made_late = made_by(late_items)
-        read = dict.fromkeys(
-            [i for item in late_items for i in item.inputs]
-            + [i for i in late_ends if isinstance(i, int)]
-        )
+        read = read_by(late_items) | dict.fromkeys(i for i in late_ends if isinstance(i, int))
         made = made_by(now_items) | turning
         wanted = [i for i in read if i in made]
         kept = values_to_keep(

@@ -468,18 +468,16 @@ def widened(jaxpr: Any, narrow: Any) -> Any:
     if isinstance(jaxpr, _CLOSED_JAXPR) and hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:
         consts = [c.astype(wide) if is_narrow(c) else c for c in jaxpr.consts]
         return jaxpr.replace(jaxpr=widened(jaxpr.jaxpr, narrow), consts=consts)
+    eqns = []
+    for eqn in jaxpr.eqns:
+        params = {name: param(each) for name, each in eqn.params.items()}
+        invars, outvars = [*map(atom, eqn.invars)], [*map(atom, eqn.outvars)]
+        eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
     return jaxpr.replace(
         constvars=[*map(atom, jaxpr.constvars)],
         invars=[*map(atom, jaxpr.invars)],
         outvars=[*map(atom, jaxpr.outvars)],
-        eqns=[
-            eqn.replace(
-                invars=[*map(atom, eqn.invars)],
-                outvars=[*map(atom, eqn.outvars)],
-                params={name: param(each) for name, each in eqn.params.items()},
-            )
-            for eqn in jaxpr.eqns
-        ],
+        eqns=eqns,
     )
 
 

@@ -136,10 +136,11 @@ class _Reader:
             case "get":
                 return [_entry(eqn, given)]
             case "cond":
-                for number, branch in enumerate(params["branches"]):
-                    taken = (
-                        np.ones(()) if given[0] is None else _clipped(given[0], params) == number
-                    )
+                branches, index = params["branches"], given[0]
+                if index is not None:
+                    index = np.clip(index.astype(np.int64), 0, len(branches) - 1)
+                for number, branch in enumerate(branches):
+                    taken = np.ones(()) if index is None else index == number
                     self._inside(branch, given[1:], share * taken, times)
                 return []
             case "scan":
@@ -147,12 +148,10 @@ class _Reader:
                 constant = given[:num_consts]
                 self._inside(params["jaxpr"], constant, share, times * params["length"])
                 return []
-        bodies = [
-            part
-            for param in params.values()
-            for part in (param if isinstance(param, tuple | list) else (param,))
-            if compat.holds_jaxpr(part)
-        ]
+        bodies: list[Any] = []
+        for param in params.values():
+            parts = param if isinstance(param, tuple | list) else (param,)
+            bodies += filter(compat.holds_jaxpr, parts)
         if len(bodies) == 1 and len(compat.open_body(bodies[0])[0].invars) == len(given):
             return self._inside(bodies[0], given, share, times)
         for part in bodies:
@@ -186,10 +185,6 @@ def _entry(eqn: Any, given: Sequence[Known | None]) -> Known | None:
         return None
     entry: Known = table[tuple(np.clip(i, 0, n - 1) for i, n in zip(indexers, table.shape))]
     return entry
-
-
-def _clipped(index: Known, params: Mapping[str, Any]) -> Known:
-    return np.clip(index.astype(np.int64), 0, len(params["branches"]) - 1)
 
 
 def _quotient(_: Any, a: Known, b: Known) -> Known:

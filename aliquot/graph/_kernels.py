@@ -9,6 +9,7 @@ piece of the arrays needs only a piece of the grid. The parameters are as in JAX
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -67,10 +68,10 @@ def kernel_of(params: Mapping[str, Any], tables: Sequence[Any] = ()) -> Kernel:
     grid = tuple(size if isinstance(size, int) else 1 for size in mapping.grid)
     blocks = [_walks(block, grid) for block in mapping.block_mappings]
     free = _independent(params, grid, blocks) if fixed else frozenset()
-    arrays = [
-        tuple(w if w.grid_dim in free else Walked(grid_dim=-1, block=1) for w in walks)
-        for walks in blocks
-    ]
+    whole = Walked(grid_dim=-1, block=1)
+    arrays = []
+    for walks in blocks:
+        arrays.append(tuple(w if w.grid_dim in free else whole for w in walks))
     # Operands that only choose blocks (scalar prefetch) come first, and have no blocks themselves.
     chosen = [() for _ in range(mapping.num_index_operands)]
     flops, accessed_bytes, scores = _price(params, grid, tables)
@@ -166,7 +167,6 @@ def _independent(
     mapping = params["grid_mapping"]
     if params.get("mesh") is not None or not mapping.num_outputs:
         return frozenset()
-    results = blocks[mapping.num_inputs :]
     asked = _asked(params, grid)
     has_memory = bool(mapping.scratch_avals)
     independent = set()
@@ -175,17 +175,21 @@ def _independent(
         # along this dim, or along the dims outside of it, from others, it does not rely on what
         # earlier runs left there.
         hidden = asked.isdisjoint(range(g + 1) if has_memory else (g,))
-        named = all(sum(w.grid_dim == g for w in walks) <= 1 for walks in blocks)
-        everywhere = all(any(w.grid_dim == g for w in walks) for walks in results)
+        # For each array, which of its dims are walked along this dim of the grid.
+        along = []
+        for walks in blocks:
+            along.append([walk.grid_dim == g for walk in walks])
+        named = all(dims.count(True) <= 1 for dims in along)
+        everywhere = all(map(any, along[mapping.num_inputs :]))
         alone = not any(
             _uses(block, g, walks)
             for block, walks in zip(mapping.block_mappings, blocks, strict=True)
         )
         alike = all(
-            [w.grid_dim == g for w in blocks[given]] == [w.grid_dim == g for w in results[result]]
+            along[given] == along[mapping.num_inputs + result]
             for given, result in params["input_output_aliases"]
         )
-        taken = any(w.grid_dim == g for walks in blocks[: mapping.num_inputs] for w in walks)
+        taken = any(map(any, along[: mapping.num_inputs]))
         if hidden and named and everywhere and alone and alike and taken and grid[g] > 1:
             independent.add(g)
     return frozenset(independent)
@@ -195,7 +199,8 @@ def _uses(block: Any, grid_dim: int, walks: Sequence[Walked]) -> bool:
     """True if a dim of the grid chooses blocks in another way than as the number of a block."""
     body, _ = compat.open_body(block.index_map_jaxpr)
     var = body.invars[grid_dim]
-    if any(var is atom for eqn in body.eqns for atom in eqn.invars):
+    read = itertools.chain.from_iterable(eqn.invars for eqn in body.eqns)
+    if any(var is atom for atom in read):
         return True
     return any(
         index is var and walk.grid_dim != grid_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections import Counter
@@ -21,13 +22,14 @@ def layer_names(
     seen: set[str] = set()
     names: list[str] = []
     for number, (a, b) in enumerate(zip(starts, ends, strict=True)):
-        new_paths = [p for used in users[a:b] for p in used if p not in seen]
+        new_paths = [p for p in itertools.chain(*users[a:b]) if p not in seen]
         seen.update(new_paths)
         stacked: dict[str, list[str]] = {}
         for m in map(_ROWS.match, new_paths):
             if m:
                 stacked.setdefault(m.group(2), []).append(m.group(1))
-        numbered = Counter(m.group() for m in (re.match(r".*?\d+\]?", p) for p in new_paths) if m)
+        matches = [re.match(r".*?\d+\]?", p) for p in new_paths]
+        numbered = Counter(m.group() for m in matches if m)
         if stacked:
             rows = max(stacked, key=lambda r: len(stacked[r]))
             common = os.path.commonprefix(stacked[rows]).rstrip(".[") + rows
@@ -61,7 +63,7 @@ def operator_names(
     base = "input"
     for a, b in zip(starts, ends, strict=True):
         own = [users[place] for place in products if a <= place < b]
-        paths = [p for used in own for p in used] or [p for used in users[a:b] for p in used]
+        paths = list(itertools.chain(*own)) or list(itertools.chain(*users[a:b]))
         # Whole keys of paths, not the first letters of keys.
         base = ".".join(os.path.commonprefix([path.split(".") for path in paths])) or base
         is_last = len(names) == len(starts) - 1

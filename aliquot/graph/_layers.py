@@ -187,11 +187,19 @@ def narrowest_bytes(graph: Graph, operators: Sequence[tuple[int, int]]) -> list[
     return found
 
 
+def _places_of_operators(items: Sequence[Item], forward: Sequence[int]) -> dict[int, int]:
+    """For each operator of the forward pass the place of its item."""
+    place_of: dict[int, int] = {}
+    for place, k in enumerate(forward):
+        place_of.update(dict.fromkeys(items[k].ops, place))
+    return place_of
+
+
 def _spans(
     items: Sequence[Item], forward: Sequence[int], operators: Sequence[tuple[int, int]]
 ) -> list[range]:
     """The places between the two operators of each pair."""
-    place_of: dict[int, int] = {op: place for place, k in enumerate(forward) for op in items[k].ops}
+    place_of = _places_of_operators(items, forward)
     return [range(place_of.get(before, 0) + 1, place_of[after] + 1) for before, after in operators]
 
 
@@ -347,14 +355,14 @@ def _parameters_of(graph: Graph, items: Sequence[Item], forward: Sequence[int]) 
     carries: dict[int, list[str]] = {
         i.value: [i.path] for i in graph.inputs if i.role is Role.PARAMETER
     }
+
+    def used_by(item: Item) -> list[str]:
+        return list(dict.fromkeys(itertools.chain(*(carries.get(i, []) for i in item.inputs))))
+
     for item in items:
-        if item.shared:
-            paths = [p for i in item.inputs for p in carries.get(i, [])]
-            if paths:
-                carries |= dict.fromkeys(item.outputs, paths)
-    return [
-        list(dict.fromkeys(p for i in items[k].inputs for p in carries.get(i, []))) for k in forward
-    ]
+        if item.shared and (paths := used_by(item)):
+            carries |= dict.fromkeys(item.outputs, paths)
+    return [used_by(items[k]) for k in forward]
 
 
 def _places(
@@ -366,7 +374,7 @@ def _places(
     users: Sequence[Sequence[str]],
 ) -> list[int]:
     """Good places to cut, in order, without both ends."""
-    place_of: dict[int, int] = {op: place for place, k in enumerate(forward) for op in items[k].ops}
+    place_of = _places_of_operators(items, forward)
     cuts: set[int] = set()
     covered = np.zeros(len(forward) + 1, bool)
     for run in find_repeats(graph).runs:
@@ -380,7 +388,15 @@ def _places(
     for place in np.flatnonzero(~covered & (crossing > 0)):
         if _is_narrow(crossing, int(place)):
             cuts.add(int(place))
-    cuts.update(_places_between_scans(items, forward))
+    # Between the ranges of one scan over layers: before every scan that reads results of an
+    # earlier one.
+    made_before: set[int] = set()
+    for at, k in enumerate(forward):
+        call = items[k].op_or_call
+        if isinstance(call, Call) and call.kind == "scan":
+            if made_before.intersection(items[k].inputs):
+                cuts.add(at)
+            made_before.update(items[k].outputs)
     places = sorted(place for place in cuts if 0 < place < len(forward))
     # Next to the loss only scalars cross, which would make all other places look wide.
     work = np.cumsum([0.0, *costs])
@@ -408,30 +424,14 @@ def _places_in_run(
             continue
         inner = crossing[places[1:-1]] if len(places) > 2 else crossing[places]
         ends = [*places[1:], min(places[-1] + places[1] - places[0], len(users))]
-        mixed = sum(
-            len({_numbers(p) for u in users[a:b] for p in u} - {()})
-            for a, b in zip(places, ends, strict=True)
-        )
+        mixed = 0
+        for a, b in zip(places, ends, strict=True):
+            mixed += len(set(map(_numbers, itertools.chain(*users[a:b]))) - {()})
         rated.append((float(inner.max()), mixed, places))
     # One more scalar that crosses (an auxiliary loss) is no reason to cut through a layer.
     least = min((entry[0] for entry in rated), default=0.0)
     close = [entry for entry in rated if entry[0] <= _CLOSE * least]
     return min(close, key=lambda entry: (entry[1], entry[0]))[2] if close else []
-
-
-def _places_between_scans(items: Sequence[Item], forward: Sequence[int]) -> list[int]:
-    """Places before every scan that reads results of an earlier scan: these lie between the ranges
-    of one scan over layers.
-    """
-    places = []
-    made_before: set[int] = set()
-    for place, k in enumerate(forward):
-        call = items[k].op_or_call
-        if isinstance(call, Call) and call.kind == "scan":
-            if made_before.intersection(items[k].inputs):
-                places.append(place)
-            made_before.update(items[k].outputs)
-    return places
 
 
 # Cached, because every place of a layer is rated, and most see the same paths.

@@ -129,13 +129,12 @@ class _Matcher:
                 if self._fits(prefix, name, positions, successors, direct, 1 << number)
             ]
         while True:
-            free = {
-                prefix: [option for option in successors if self._taken.isdisjoint(option[1])]
-                for prefix, successors in options.items()
-            }
-            choice = _choose(
-                {prefix: successors for prefix, successors in free.items() if successors}
-            )
+            free = {}
+            for name, possible in options.items():
+                left = [option for option in possible if self._taken.isdisjoint(option[1])]
+                if left:
+                    free[name] = left
+            choice = _choose(free)
             if choice is None:
                 return {
                     prefix: positions for prefix, positions in groups.items() if prefix in options

@@ -44,7 +44,10 @@ def inside_equinox(tree: Any) -> list[bool]:
         return equinox is not None and isinstance(part, equinox.Module)
 
     parts = jax.tree_util.tree_leaves(tree, is_leaf=is_equinox)
-    return [is_equinox(part) for part in parts for _ in jax.tree_util.tree_leaves(part)]
+    inside: list[bool] = []
+    for part in parts:
+        inside += [is_equinox(part)] * len(jax.tree_util.tree_leaves(part))
+    return inside
 
 
 def split(objects: Mapping[str, Any]) -> tuple[Any, Any]:

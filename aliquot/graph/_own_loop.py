@@ -15,7 +15,7 @@ from dataclasses import replace
 import msgspec
 
 from . import _jax_compat as compat
-from ._dataflow import items_of, links_around, ops_inside
+from ._dataflow import items_of, links_around, ops_inside, read_by
 from ._effects import any_effects
 from ._extract import Extract, with_items
 from ._rule import traits_of
@@ -100,8 +100,7 @@ def _own_loop(graph: Graph, call: Call) -> OwnLoop | None:
         assert isinstance(total, int)
         reading = [
             op
-            for i in (total, new)
-            for op in readers.get(i, [])
+            for op in (*readers.get(total, []), *readers.get(new, []))
             if not (op.is_link and op.outputs[0] in results)
         ]
         if maker is None or reading != [maker] or maker.index not in top:
@@ -168,14 +167,11 @@ def in_one_turn(graph: Graph, larger: Graph) -> Extract:
     def replaced(op_or_call: OpId | Call) -> OpId | Call:
         if not isinstance(op_or_call, Call):
             return op_or_call
-        blocks = [
-            Block(
-                inputs=operands(inner.inputs),
-                items=tuple([replaced(item) for item in inner.items]),
-                outputs=operands(inner.outputs),
-            )
-            for inner in op_or_call.blocks
-        ]
+        blocks = []
+        for inner in op_or_call.blocks:
+            items = tuple(map(replaced, inner.items))
+            inputs, outputs = operands(inner.inputs), operands(inner.outputs)
+            blocks.append(Block(inputs=inputs, items=items, outputs=outputs))
         return replace(op_or_call, inputs=operands(op_or_call.inputs), blocks=tuple(blocks))
 
     inside = _ops_of(larger, block)
@@ -200,7 +196,7 @@ def in_one_turn(graph: Graph, larger: Graph) -> Extract:
         outputs=tuple([o.value for o in outputs]),
     )
     whole = replace(graph, ops=tuple(ops), values=tuple(values), body=body, outputs=outputs)
-    needed = {i for item in items_of(whole) for i in item.inputs}
+    needed = {*read_by(items_of(whole))}
     needed |= {o.value for o in outputs if isinstance(o.value, int)}
     return with_items(
         whole,

@@ -13,6 +13,7 @@ layers. What is not repeated, such as the loss, keeps all.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ import msgspec
 from ..core import FUSED_ATTENTION, recompute_parts, recompute_ways
 from . import _jax_compat as compat
 from ._alike_layers import alike_layers
-from ._dataflow import Item, items_of, made_by, plain_item, reads_of
+from ._dataflow import Item, items_of, made_by, plain_item, read_by, reads_of
 from ._effects import any_effects
 from ._recompute import items_between
 from ._rule import traits_of
@@ -138,15 +139,15 @@ def _sites(graph: Graph, places: Places | None) -> _Sites:
     if Phase.BACKWARD not in phases or any(op.region for op in graph.ops):
         return _Sites()
     items = items_of(graph)
-    weights = _of_weights(graph, items)
+    weights = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
+    for item in items:
+        if item.inputs and weights.issuperset(item.inputs) and item.phase is not Phase.UPDATE:
+            weights.update(item.outputs)
     links = graph.links
     loops = tuple(_loops(graph, calls, items, links))
-    weights |= {
-        inner
-        for loop in loops
-        for inner in loop.call.blocks[0].inputs
-        if isinstance(inner, int) and inner in links and weights.issuperset(links[inner].inputs)
-    }
+    entering = itertools.chain(*(loop.call.blocks[0].inputs for loop in loops))
+    rows = [v for v in entering if isinstance(v, int) and v in links]
+    weights.update([row for row in rows if weights.issuperset(links[row].inputs)])
     if loops:
         return _Sites(items=items, loops=loops, weights=frozenset(weights))
     found = alike_layers(graph, items) if places is None else places
@@ -160,7 +161,8 @@ def _sites(graph: Graph, places: Places | None) -> _Sites:
 
 
 def _multiplies(graph: Graph, items: Iterable[Item]) -> bool:
-    return any(traits_of(graph.ops[op].name).multiplies for item in items for op in item.ops)
+    ops = itertools.chain.from_iterable(item.ops for item in items)
+    return any(traits_of(graph.ops[op].name).multiplies for op in ops)
 
 
 def _loops(
@@ -199,15 +201,6 @@ def _loops(
             yield _Loop(call=call, backward=scans[reader], forward=forward, stacks=tuple(stacks))
 
 
-def _of_weights(graph: Graph, items: Sequence[Item]) -> set[ValueId]:
-    """Values that depend on parameters alone."""
-    known = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
-    for item in items:
-        if item.inputs and known.issuperset(item.inputs) and item.phase is not Phase.UPDATE:
-            known.update(item.outputs)
-    return known
-
-
 # -- What a layer keeps -----------------------------------------------------------------------
 
 
@@ -243,13 +236,12 @@ def _saved(
     layer.
     """
     # What has effects runs as often as in the step, and what its author keeps in host memory stays.
-    saved = {
-        o
-        for item in items
-        if any_effects(item.op_or_call, graph)
-        or any(traits_of(graph.ops[op].name).changes_memory for op in item.ops)
-        for o in item.outputs
-    }
+    saved: set[ValueId] = set()
+    for item in items:
+        if any_effects(item.op_or_call, graph) or any(
+            traits_of(graph.ops[op].name).changes_memory for op in item.ops
+        ):
+            saved.update(item.outputs)
     if name in ("fused", "minimal", "narrow"):
         known = set(weights)
         for item in items:
@@ -268,7 +260,7 @@ def _saved(
         for item, ends in zip(items, by_weights, strict=True):
             if not ends and not behind.isdisjoint(item.inputs):
                 behind.update(item.outputs)
-        entering = {value for item in attention for value in item.inputs}
+        entering = {*read_by(attention)}
         if name == "save_qkv":
             saved |= entering - behind
         else:
@@ -363,14 +355,11 @@ class _Loose:
             index = OpId(len(self.ops))
             self.ops.append(replace(op, index=index, inputs=_renamed(op.inputs, names)))
             return index
-        blocks = [
-            Block(
-                inputs=_renamed(block.inputs, names),
-                items=tuple([self.reading(each, names) for each in block.items]),
-                outputs=_renamed(block.outputs, names),
-            )
-            for block in item.blocks
-        ]
+        blocks = []
+        for block in item.blocks:
+            inputs, outputs = _renamed(block.inputs, names), _renamed(block.outputs, names)
+            items = tuple([self.reading(each, names) for each in block.items])
+            blocks.append(Block(inputs=inputs, items=items, outputs=outputs))
         return replace(item, inputs=_renamed(item.inputs, names), blocks=tuple(blocks))
 
 
@@ -403,12 +392,12 @@ def _with_regions(loose: _Loose, sites: _Sites, name: str) -> list[OpId | Call]:
     begins: dict[int, list[int]] = {}
     lasts: dict[int, int] = {}
     for n, layer in enumerate(sites.layers):
-        if any(o in reading for item in again[n] for o in item.outputs):
+        if not made_by(again[n]).isdisjoint(reading):
             own = made_by(layer.forward)
-            first = min(k for o in own - read_elsewhere for k in reading.get(o, ()))
+            first = min(reading[o][0] for o in own - read_elsewhere if o in reading)
             begins.setdefault(first, []).append(n)
-            own |= {i for item in layer.forward for i in item.inputs if i in sites.weights}
-            lasts[n] = max(k for value in own for k in reading.get(value, ()))
+            own |= sites.weights.intersection(read_by(layer.forward))
+            lasts[n] = max(reading[value][-1] for value in own if value in reading)
     names: dict[ValueId, ValueId] = {}
     written: list[OpId | Call | _Region] = []
     late: list[OpId | Call] = []
@@ -446,7 +435,7 @@ def _closed(loose: _Loose, written: Sequence[OpId | Call | _Region]) -> list[OpI
     reads: list[Counter[ValueId]] = []
     for each in written:
         parts = each.items if isinstance(each, _Region) else [each]
-        reads.append(Counter(v for part in parts for v in reads_of(inside, part)))
+        reads.append(Counter(itertools.chain(*(reads_of(inside, part) for part in parts))))
         uses.update(reads[-1])
     closed: list[OpId | Call] = []
     for each, own in zip(written, reads, strict=True):
@@ -463,7 +452,7 @@ def _closed(loose: _Loose, written: Sequence[OpId | Call | _Region]) -> list[OpI
 def _made(loose: _Loose, items: Iterable[OpId | Call]) -> dict[ValueId, None]:
     """The values that items make, in order."""
     results = (i.outputs if isinstance(i, Call) else loose.ops[i].outputs for i in items)
-    return dict.fromkeys(o for outputs in results for o in outputs if o >= 0)
+    return dict.fromkeys(o for o in itertools.chain(*results) if o >= 0)
 
 
 def _remat(
@@ -487,8 +476,11 @@ def _recomputed(graph: Graph, sites: _Sites, name: str) -> tuple[list[list[Item]
     """For each layer the forward items that it computes again in the backward pass, in program
     order; and the values that others read than a layer's own forward pass and the backward pass.
     """
-    in_layer = {id(item): n for n, layer in enumerate(sites.layers) for item in layer.forward}
-    owner = {o: n for n, layer in enumerate(sites.layers) for i in layer.forward for o in i.outputs}
+    in_layer: dict[int, int] = {}
+    owner: dict[ValueId, int] = {}
+    for n, layer in enumerate(sites.layers):
+        in_layer.update(dict.fromkeys(map(id, layer.forward), n))
+        owner.update(dict.fromkeys(made_by(layer.forward), n))
     kept: set[ValueId] = {o.value for o in graph.outputs if isinstance(o.value, int)}
     wanted: set[ValueId] = set()
     for item in sites.items:
@@ -506,7 +498,7 @@ def _recomputed(graph: Graph, sites: _Sites, name: str) -> tuple[list[list[Item]
             again.append([])
             continue
         saved = _saved(graph, layer.forward, name, sites.weights) | kept
-        made = [o for item in layer.forward for o in item.outputs]
+        made = itertools.chain.from_iterable(item.outputs for item in layer.forward)
         mine = [value for value in made if value in wanted and value not in saved]
         again.append(items_between(layer.forward, mine, frozenset(saved)))
     return again, kept
@@ -554,7 +546,7 @@ def _with_less_kept(
     wanted = [value for value in stacks.values() if value in made and value not in saved]
     again = items_between(loop.forward, wanted, frozenset(saved))
     made_again = made_by(again)
-    leaves = dict.fromkeys(i for item in again for i in item.inputs if i not in made_again)
+    leaves = [i for i in read_by(again) if i not in made_again]
     # What the second scan reads of each value of the first one's body, by that value.
     names: dict[ValueId, ValueId] = {}
     more_consts: dict[ValueId, None] = {}
@@ -657,7 +649,8 @@ def _in_region(
     """A loop's body that is one region, as `jax.checkpoint` leaves it."""
     inside = replace(loose.graph, ops=tuple(loose.ops))
     made = _made(loose, items)
-    reads = dict.fromkeys(i for item in items for i in reads_of(inside, item) if i not in made)
+    every = itertools.chain.from_iterable(reads_of(inside, item) for item in items)
+    reads = dict.fromkeys(i for i in every if i not in made)
     results = tuple(dict.fromkeys(o for o in outputs if isinstance(o, int) and o in made))
     region = _remat(items, tuple(reads), results, prevent_cse=False, scope="")
     return Block(inputs=inputs, items=(region,), outputs=outputs)

@@ -42,7 +42,19 @@ def recomputed_runs(
         recomputed: forward items, in program order.
         backward: the pass's own items, in program order.
     """
-    first_uses = _first_uses(recomputed, backward)
+    # For each recomputed item the position of the first backward item that reads its results,
+    # directly or through other recomputed items; 0 if none does.
+    first_read: dict[ValueId, int] = {}
+    for k, one in enumerate(backward):
+        for i in one.inputs:
+            first_read.setdefault(i, k)
+    first_uses: list[int] = []
+    for one in reversed(recomputed):
+        first = min((first_read[o] for o in one.outputs if o in first_read), default=0)
+        first_uses.append(first)
+        for i in one.inputs:
+            first_read[i] = min(first_read.get(i, first), first)
+    first_uses = first_uses[::-1]
     places = made_at(backward)
     by_first_use: dict[int, list[Item]] = {}
     for item, use in zip(recomputed, first_uses, strict=True):
@@ -66,23 +78,6 @@ def recomputed_runs(
         RecomputedRun(items=tuple(runs[start]), after=start + 1, gradient=gradient_at.get(start))
         for start in sorted(runs)
     )
-
-
-def _first_uses(recomputed: Sequence[Item], backward: Sequence[Item]) -> list[int]:
-    """For each recomputed item the position of the first backward item that reads its results,
-    directly or through other recomputed items; 0 if none does.
-    """
-    first_read: dict[ValueId, int] = {}
-    for k, item in enumerate(backward):
-        for i in item.inputs:
-            first_read.setdefault(i, k)
-    first_uses: list[int] = []
-    for item in reversed(recomputed):
-        use = min((first_read[o] for o in item.outputs if o in first_read), default=0)
-        first_uses.append(use)
-        for i in item.inputs:
-            first_read[i] = min(first_read.get(i, use), use)
-    return first_uses[::-1]
 
 
 def _awaited_gradient(
@@ -111,8 +106,12 @@ def most_at_once(
     Args:
         num_bytes: of each recomputed value; values without an entry count as 0.
     """
-    last_read = {i: k for k, item in enumerate(backward) for i in item.inputs}
-    starts = {o: run.after for run in runs for item in run.items for o in item.outputs}
+    last_read: dict[ValueId, int] = {}
+    for k, item in enumerate(backward):
+        last_read.update(dict.fromkeys(item.inputs, k))
+    starts: dict[ValueId, int] = {}
+    for run in runs:
+        starts.update(dict.fromkeys(made_at(run.items), run.after))
     for run in runs:
         for item in run.items:
             for i in item.inputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ._types import Block, Call, Graph, Op, Operand, Phase
+from ._types import Block, Graph, Operand, Phase
 
 _COLOURS = {
     Phase.PROLOGUE: "gray85",
@@ -70,25 +70,19 @@ def _block(graph: Graph, block: Block, depth: int) -> Iterator[str]:
     indent = "  " * depth
     for item in block.items:
         if isinstance(item, int):
-            yield indent + _op(graph, graph.ops[item])
+            op = graph.ops[item]
+            results = _operands(graph, op.outputs)
+            trips = f" x{op.trips}" if op.trips > 1 else ""
+            scope = f"  [{op.scope}]" if op.scope else ""
+            yield indent + (
+                f"{op.phase.name.lower()}{trips}  {results} ="
+                f" {op.name}({_operands(graph, op.inputs)}){scope}"
+            )
         else:
-            yield indent + _call(graph, item)
+            results, operands = _operands(graph, item.outputs), _operands(graph, item.inputs)
+            yield indent + f"{results} = {item.kind}({operands}):"
             for inner in item.blocks:
                 yield from _block(graph, inner, depth + 1)
-
-
-def _op(graph: Graph, op: Op) -> str:
-    results = _operands(graph, op.outputs)
-    trips = f" x{op.trips}" if op.trips > 1 else ""
-    scope = f"  [{op.scope}]" if op.scope else ""
-    return (
-        f"{op.phase.name.lower()}{trips}  {results} ="
-        f" {op.name}({_operands(graph, op.inputs)}){scope}"
-    )
-
-
-def _call(graph: Graph, call: Call) -> str:
-    return f"{_operands(graph, call.outputs)} = {call.kind}({_operands(graph, call.inputs)}):"
 
 
 def _operands(graph: Graph, operands: Iterable[Operand]) -> str:

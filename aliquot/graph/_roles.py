@@ -4,6 +4,7 @@ decides.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -244,26 +245,25 @@ def batch_paths(
     if not trains and len(groups) > 1:
         first = next(iter(groups.values()))
         fresh = [items for items in fresh if items is not first]
-    sized = [
-        [
-            (i.path, values[i.value].shape[0])
-            for i in items
-            if values[i.value].shape and not reach.key[i.value]
-        ]
-        for items in fresh
-    ]
-    agreeing = [pairs for pairs in sized if len({size for _, size in pairs}) == 1]
+    # The size of each array by path, for each argument.
+    sized: list[dict[str, int]] = []
+    for items in fresh:
+        arrays = [i for i in items if values[i.value].shape and not reach.key[i.value]]
+        sized.append({i.path: values[i.value].shape[0] for i in arrays})
+    sized = [sizes for sizes in sized if len(set(sizes.values())) == 1] or sized
     # Reversed, because `Counter` returns the first of equally frequent sizes, not the last.
-    votes = Counter(size for pairs in reversed(agreeing or sized) for _, size in pairs)
+    votes = Counter(itertools.chain(*(sizes.values() for sizes in reversed(sized))))
     if not votes:
         return set()
     size = votes.most_common(1)[0][0]
-    keys = set()
+    found = set()
     for items in fresh:
         for i in items:
             if reach.key[i.value] and _is_key_array(values[i.value], size):
-                keys.add(i.path)
-    return {path for pairs in agreeing or sized for path, length in pairs if length == size} | keys
+                found.add(i.path)
+    for sizes in sized:
+        found |= {path for path, length in sizes.items() if length == size}
+    return found
 
 
 def _is_key_array(value: Value, size: int) -> bool:

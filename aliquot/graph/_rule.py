@@ -7,6 +7,7 @@ must be communicated.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,27 +154,23 @@ class DimRule:
     factors: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        kept = {c for dims in self.results for dim in dims for c in dim}
+        # All letters of all dims, in order.
+        read = "".join(itertools.chain(*self.operands))
+        made = "".join(itertools.chain(*self.results))
+        factors = [c for c in dict.fromkeys(read + made) if c.islower()]
+        object.__setattr__(self, "factors", tuple(factors))
+        kept = set(made)
         if self.exchange is not None:
             # The results of all parts of it go back to their rows.
             kept.add(self.exchange.factor)
-        reduced = set()
-        for dims in self.operands:
-            for dim in dims:
-                for c in dim:
-                    if c.islower() and c not in kept:
-                        reduced.add(c)
-        object.__setattr__(self, "reduced", frozenset(reduced))
-        letters = dict.fromkeys(
-            [c for dims in (*self.operands, *self.results) for dim in dims for c in dim]
-        )
-        object.__setattr__(self, "factors", tuple([c for c in letters if c.islower()]))
+        reduced = frozenset(c for c in read if c.islower() and c not in kept)
+        object.__setattr__(self, "reduced", reduced)
 
     def sums(self, result: int) -> frozenset[str]:
         """The factors over which a result is a sum that may stay partial over devices."""
         if result not in self.partial:
             return self.reduced
-        kept = {c for names in self.results[result] for c in names}
+        kept = set("".join(self.results[result]))
         if self.exchange is not None and self.exchange.beside in kept:
             kept.add(self.exchange.factor)
         return frozenset(self.factors) - kept
@@ -183,7 +180,7 @@ class DimRule:
         """Its short form, with "." for each dim that stays whole: `"a.,b->ab"`."""
 
         def side(arrays: Sequence[Dims]) -> str:
-            return ",".join("".join(_dim_text(names) for names in dims) for dims in arrays)
+            return ",".join(["".join(map(_dim_text, dims)) for dims in arrays])
 
         return f"{side(self.operands)}->{side(self.results)}"
 

@@ -21,6 +21,7 @@ kept.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,7 +113,16 @@ class Repeats(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 @functools.lru_cache(maxsize=1)
 def find_repeats(graph: Graph) -> Repeats:
     """Repeats, and classes of forward and backward operators: the cheaper part of `fold`."""
-    origin = _origins(graph)
+    origin: list[str | None] = [None] * len(graph.values)
+    for item in graph.inputs:
+        if item.role in (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE):
+            origin[item.value] = wildcard(item.path)
+    for op in graph.ops:
+        sources = [i for i in op.inputs if isinstance(i, int)]
+        if len(sources) == 1 and origin[sources[0]] is not None and op.phase is not Phase.UPDATE:
+            for out in op.outputs:
+                if out >= 0:
+                    origin[out] = origin[sources[0]]
     keys = _keys(graph, origin)
     runs = _find_runs(graph, keys)
     in_run = np.zeros(len(keys), bool)
@@ -147,23 +157,6 @@ class _Interner:
 
     def __call__(self, thing: Any) -> int:
         return self._known.setdefault(thing, self._start + len(self._known))
-
-
-def _origins(graph: Graph) -> list[str | None]:
-    """For each value that is made from a single parameter or state array, the wildcarded path of
-    this input.
-    """
-    origin: list[str | None] = [None] * len(graph.values)
-    for item in graph.inputs:
-        if item.role in (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE):
-            origin[item.value] = wildcard(item.path)
-    for op in graph.ops:
-        sources = [i for i in op.inputs if isinstance(i, int)]
-        if len(sources) == 1 and origin[sources[0]] is not None and op.phase is not Phase.UPDATE:
-            for out in op.outputs:
-                if out >= 0:
-                    origin[out] = origin[sources[0]]
-    return origin
 
 
 def _keys(graph: Graph, origin: Sequence[str | None]) -> Ints:
@@ -226,35 +219,30 @@ def _find_runs(graph: Graph, keys: Ints) -> list[Run]:
     pending = [(0, len(keys))]
     while pending:
         low, high = pending.pop()
-        run = _best_run(sequence, heavy, low, high)
+        best: tuple[int, int, Run] | None = None
+        for period in _candidate_periods(sequence, heavy, low, high):
+            same = sequence[low : high - period] == sequence[low + period : high]
+            edges = np.flatnonzero(
+                np.diff(np.concatenate(([False], same, [False])).astype(np.int8))
+            )
+            for start, end in zip(edges[::2], edges[1::2], strict=True):
+                # Each copy but the last equals the next one.
+                count = 1 + (end - start) // period
+                if count < 2 or not heavy[low + start : low + start + period].any():
+                    continue
+                cover = count * period
+                if best is None or (cover, -period) > best[:2]:
+                    best = (
+                        int(cover),
+                        -period,
+                        Run(start=int(low + start), period=int(period), count=int(count)),
+                    )
+        run = best[2] if best else None
         if run is None:
             continue
         runs.append(run)
         pending += [(low, run.start), (run.start + run.period * run.count, high)]
     return sorted(runs, key=lambda r: r.start)
-
-
-def _best_run(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int) -> Run | None:
-    """The run that covers most of `keys[low:high]`, every copy with at least one product; None if
-    nothing repeats.
-    """
-    best: tuple[int, int, Run] | None = None
-    for period in _candidate_periods(keys, heavy, low, high):
-        same = keys[low : high - period] == keys[low + period : high]
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
-            # Each copy but the last equals the next one.
-            count = 1 + (end - start) // period
-            if count < 2 or not heavy[low + start : low + start + period].any():
-                continue
-            cover = count * period
-            if best is None or (cover, -period) > best[:2]:
-                best = (
-                    int(cover),
-                    -period,
-                    Run(start=int(low + start), period=int(period), count=int(count)),
-                )
-    return best[2] if best else None
 
 
 def _candidate_periods(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int) -> list[int]:
@@ -324,9 +312,8 @@ def _refined_by_users(graph: Graph, outside: Sequence[Op], classes: Sequence[int
     moments of different parameters may differ only in the parameters that they update.
     """
     # No users are kept of scalars, as those of each term of a sum differ.
-    users: dict[int, set[Any]] = {
-        o: set() for op in outside for o in op.outputs if o >= 0 and graph.values[o].shape
-    }
+    made = itertools.chain.from_iterable(op.outputs for op in outside)
+    users: dict[int, set[Any]] = {o: set() for o in made if o >= 0 and graph.values[o].shape}
     refined = []
     intern = _Interner()
     for op, own_class in zip(reversed(graph.ops), reversed(classes), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 import re
 from typing import Any
@@ -41,9 +42,9 @@ def line_or_nearest(graph: Graph, index: int) -> str:
     for near in reached:
         if line := source_line(near):
             return f"near {line}"
-        around = [makers[v] for v in near.inputs if isinstance(v, int) and v in makers]
-        around += [other for v in near.outputs for other in takers.get(v, ())]
-        for other in around:
+        before = [makers[v] for v in near.inputs if isinstance(v, int) and v in makers]
+        behind = [takers.get(v, ()) for v in near.outputs]
+        for other in itertools.chain(before, *behind):
             if other.index not in seen:
                 seen.add(other.index)
                 reached.append(other)

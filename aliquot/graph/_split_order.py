@@ -21,12 +21,11 @@ def scans_of_ranges(graph: Graph, items: Sequence[Item]) -> list[int]:
     assert graph.split is not None, "the step's scans are not cut"
     lengths = {b - a for a, b in itertools.pairwise(graph.split.bounds)}
     scans = [scan for scan in scans_over_layers(graph) if scan.length in lengths]
+    inside = set(itertools.chain.from_iterable(range(scan.start, scan.stop) for scan in scans))
     return [
         k
         for k, item in enumerate(items)
-        if isinstance(item.op_or_call, Call)
-        and item.ops
-        and any(scan.start <= item.ops[0] < scan.stop for scan in scans)
+        if isinstance(item.op_or_call, Call) and item.ops and item.ops[0] in inside
     ]
 
 

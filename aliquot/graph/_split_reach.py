@@ -150,7 +150,7 @@ def _of_parameters(graph: Graph, length: int) -> set[ValueId]:
     marked = {
         i.value
         for i in graph.inputs
-        if i.role is Role.PARAMETER and _rows(graph, i.value) == length
+        if i.role is Role.PARAMETER and graph.values[i.value].shape[:1] == (length,)
     }
     for op in graph.ops:
         if op.phase is Phase.UPDATE or not any(
@@ -165,11 +165,6 @@ def _of_parameters(graph: Graph, length: int) -> set[ValueId]:
                 o for o, has in zip(op.outputs, rule.results, strict=True) if has and o >= 0
             )
     return marked
-
-
-def _rows(graph: Graph, value: ValueId) -> int | None:
-    shape = graph.values[value].shape
-    return shape[0] if shape else None
 
 
 def forward_scans(graph: Graph) -> list[Call]:

@@ -8,6 +8,7 @@ results of the ranges. An operator whose primitive does not declare how it runs 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -48,7 +49,8 @@ def local_rule(op: Op, values: Sequence[Value], rows: int) -> Local | None:
         values[o].shape if o >= 0 else tuple(op.eqn.outvars[k].aval.shape)
         for k, o in enumerate(op.outputs)
     ]
-    if not any(shape[:1] == (rows,) for shape in (*(o.shape for o in operands), *results)):
+    shapes = [*(o.shape for o in operands), *results]
+    if not any(shape[:1] == (rows,) for shape in shapes):
         return None
     rule = declare(operands, results, op.params)
     if (
@@ -90,4 +92,4 @@ def _leading(dims: Dims) -> str:
 
 
 def _factors(arrays: Sequence[Dims]) -> set[str]:
-    return {factor for dims in arrays for factor in dims}
+    return set(itertools.chain(*arrays))

@@ -20,7 +20,7 @@ from ._split_order import side_by_side
 from ._split_reach import stacked_values, tied_values
 from ._split_structured import write_step
 from ._split_values import Pieces, index_of
-from ._types import Graph, Output, Piece, Split, ValueId
+from ._types import Graph, Input, Output, Piece, Split, ValueId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,8 +45,10 @@ class SplitGraph:
 
     def cut(self, arrays: Sequence[Any]) -> list[Any]:
         """Convert arrays for the inputs of the original to arrays for the inputs of `graph`."""
-        pairs = zip(arrays, self.split.inputs, strict=True)
-        return [a if p.stop is None else a[p.start : p.stop] for a, pieces in pairs for p in pieces]
+        found: list[Any] = []
+        for array, pieces in zip(arrays, self.split.inputs, strict=True):
+            found += [array if p.stop is None else array[p.start : p.stop] for p in pieces]
+        return found
 
     def join(self, arrays: Sequence[Any]) -> list[Any]:
         """Convert results of `graph` to results of the original."""
@@ -111,36 +113,31 @@ def _split(graph: Graph, edges: tuple[int, ...], stacked: frozenset[ValueId]) ->
     inputs = _pieces(arrays, [item.value for item in graph.inputs])
     outputs = _pieces(arrays, [output.value for output in graph.outputs])
     split = Split(original=graph, bounds=edges, inputs=inputs, outputs=outputs)
-    pieces = Graph(
+    new_inputs: list[Input] = []
+    for item, pieces in zip(graph.inputs, inputs, strict=True):
+        for k, piece in enumerate(pieces):
+            output = None if item.output is None else outputs[item.output][k].position
+            value = index_of(body.inputs[piece.position])
+            path = item.path + _suffix(piece)
+            new_inputs.append(replace(item, path=path, value=value, output=output))
+    new_outputs: list[Output] = []
+    for result, pieces in zip(graph.outputs, outputs, strict=True):
+        for piece in pieces:
+            path = result.path + _suffix(piece)
+            new_outputs.append(Output(path=path, value=body.outputs[piece.position]))
+    cut = Graph(
         name=graph.name,
         values=tuple(arrays.values),
         ops=tuple(emission.ops),
         body=body,
-        inputs=tuple(
-            [
-                replace(
-                    item,
-                    path=item.path + _suffix(piece),
-                    value=index_of(body.inputs[piece.position]),
-                    output=None if item.output is None else outputs[item.output][k].position,
-                )
-                for item, pieces in zip(graph.inputs, inputs, strict=True)
-                for k, piece in enumerate(pieces)
-            ]
-        ),
+        inputs=tuple(new_inputs),
         constants=arrays.constants,
-        outputs=tuple(
-            [
-                Output(path=output.path + _suffix(piece), value=body.outputs[piece.position])
-                for output, pieces in zip(graph.outputs, outputs, strict=True)
-                for piece in pieces
-            ]
-        ),
+        outputs=tuple(new_outputs),
         calling=graph.calling,
         split=split,
     )
     return SplitGraph(
-        graph=pieces,
+        graph=cut,
         split=split,
         joined=tuple(sorted(emission.joined)),
         recut=tuple(sorted(emission.recut)),

@@ -4,6 +4,7 @@ over layers becomes one scan for each range of layers, one after the other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,10 +20,10 @@ from ._types import NO_VALUE, Block, Call, Op, Operand, ValueId
 def write_step(emission: Emission) -> Block:
     """Write the whole step; returns its nested view."""
     arrays, graph = emission.arrays, emission.graph
-    inputs = [v for item in graph.inputs for v in arrays.declare(item.value)]
+    inputs = itertools.chain(*[arrays.declare(item.value) for item in graph.inputs])
     place = Place(items=[])
     _write_items(emission, graph.body, place)
-    outputs = [v for output in graph.outputs for v in arrays.parts(output.value)]
+    outputs = itertools.chain(*[arrays.parts(output.value) for output in graph.outputs])
     return Block(inputs=tuple(inputs), items=tuple(place.items), outputs=tuple(outputs))
 
 
@@ -177,9 +178,9 @@ def _body(emission: Emission, block: Block, place: Place) -> Block:
     around = arrays.whole_here
     if not place.in_loop:
         arrays.whole_here = {}
-    inputs = [part for operand in block.inputs for part in parts_at(emission, operand, place)]
+    inputs = itertools.chain(*[parts_at(emission, i, place) for i in block.inputs])
     _write_items(emission, block, place)
-    outputs = [part for operand in block.outputs for part in parts_at(emission, operand, place)]
+    outputs = itertools.chain(*[parts_at(emission, o, place) for o in block.outputs])
     arrays.whole_here = around
     return Block(inputs=tuple(inputs), items=tuple(place.items), outputs=tuple(outputs))
 

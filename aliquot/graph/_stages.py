@@ -9,6 +9,7 @@ weights are, and one cotangent crosses each cut. An update runs where its parame
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -76,9 +77,8 @@ def assign_stages(
             stages[k] = forward_stage[k]
         else:
             known = [made_by.get(i, latest.get(i)) for i in item.inputs]
-            known += [
-                latest.get(o) for i in item.inputs for o in origins.get(i, ()) if o in parameters
-            ]
+            sources = itertools.chain(*(origins.get(i, ()) for i in item.inputs))
+            known += [latest.get(o) for o in sources if o in parameters]
             # Cotangents come from later stages: the earliest of these is where the residuals are.
             stages[k] = min((s for s in known if s is not None), default=StageId(num_stages - 1))
         for i in item.inputs:
@@ -91,9 +91,10 @@ def assign_stages(
         place = made_by if item.phase is Phase.BACKWARD else latest
         place.update(dict.fromkeys(item.outputs, stages[k]))
     update = [k for k, item in enumerate(items) if item.phase is Phase.UPDATE]
-    crossing = made_by | {
-        o: stages[k] for k, i in enumerate(items) if i.phase is Phase.FORWARD for o in i.outputs
-    }
+    crossing = dict(made_by)
+    for item, stage in zip(items, stages, strict=True):
+        if item.phase is Phase.FORWARD:
+            crossing.update(dict.fromkeys(item.outputs, stage))
     homes = {v: min(s) for v, s in users.items()}
     home = place_update(graph, items, update, stages, crossing, homes)
     return Staging(
@@ -110,8 +111,8 @@ def _origins(graph: Graph, items: Sequence[Item]) -> dict[ValueId, tuple[ValueId
     origins: dict[ValueId, tuple[ValueId, ...]] = {i.value: (i.value,) for i in graph.inputs}
     for item in items:
         if item.shared and item.phase is not Phase.UPDATE:
-            known = tuple(dict.fromkeys(o for i in item.inputs for o in origins.get(i, ())))
-            origins |= dict.fromkeys(item.outputs, known)
+            known = itertools.chain(*(origins.get(i, ()) for i in item.inputs))
+            origins |= dict.fromkeys(item.outputs, tuple(dict.fromkeys(known)))
     return origins
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -275,7 +276,10 @@ class Graph:
     @functools.cached_property
     def makers(self) -> Mapping[ValueId, Op]:
         """The operator that makes each value; inputs and constants have none."""
-        return {value: op for op in self.ops for value in op.outputs}
+        makers: dict[ValueId, Op] = {}
+        for op in self.ops:
+            makers.update(dict.fromkeys(op.outputs, op))
+        return makers
 
     @functools.cached_property
     def links(self) -> Mapping[ValueId, Op]:
@@ -285,5 +289,5 @@ class Graph:
     @functools.cached_property
     def looped(self) -> frozenset[ValueId]:
         """Values over whose leading dim a loop runs."""
-        slices = [op for op in self.ops if op.name == "scan_slice"]
-        return frozenset(value for op in slices for value in op.inputs if isinstance(value, int))
+        sliced = itertools.chain(*(op.inputs for op in self.ops if op.name == "scan_slice"))
+        return frozenset(value for value in sliced if isinstance(value, int))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -113,9 +114,8 @@ def launch(
                 f"logs cannot be written to {str(folder)!r}: {error.strerror}."
             ) from None
     try:
-        return _run(
-            chosen, words, max_restarts, folder, interrupt, kept, note or _note, show or _show
-        )
+        watch = functools.partial(follow, show=show or _show, interrupt=interrupt)
+        return _run(chosen, words, max_restarts, folder, kept, note or _note, watch)
     finally:
         chosen.release()
         chosen.close()
@@ -126,10 +126,9 @@ def _run(
     command: tuple[str, ...],
     max_restarts: int,
     logs: Path | None,
-    interrupt: int,
     kept: str,
     note: Callable[[str], None],
-    show: Callable[[int, bool, str], None],
+    watch: Callable[..., Failure | None],
 ) -> Launched:
     """The loop of attempts."""
     settings = {SECRET: os.environ.get(SECRET) or make_secret()}
@@ -146,7 +145,7 @@ def _run(
         processes = engine.start(job)
         folder = logs / f"attempt-{attempt}" if logs else None
         with _signals() as signals:
-            failure = follow(processes, show, folder, signals, interrupt)
+            failure = watch(processes, logs=folder, signals=signals)
         engine.release()
         if signals:
             ended = "interrupted" if signals[0] == signal.SIGINT else "asked to end (SIGTERM)"

@@ -85,12 +85,13 @@ class RayEngine(AbstractEngine):
         if not self._group.wait(_PLACEMENT_S):
             raise TimeoutError(f"they have not been free for {_PLACEMENT_S} s")
         strategies = ray.util.scheduling_strategies
+        others = {k: n for k, n in resources.items() if k not in ("CPU", "GPU")}
         self._actors = [
             _actor_class(ray)
             .options(
                 num_cpus=resources["CPU"],
                 num_gpus=resources.get("GPU", 0),
-                resources={k: n for k, n in resources.items() if k not in ("CPU", "GPU")},
+                resources=others,
                 max_restarts=0,
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
                     placement_group=self._group, placement_group_bundle_index=k

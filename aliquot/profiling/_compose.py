@@ -117,7 +117,9 @@ def compose(
         if a == b:
             table = np.array([known.between((a, b), p, p) for p in kept[a]])
         else:
-            table = np.array([[known.between((a, b), p, q) for q in kept[b]] for p in kept[a]])
+            pairs = itertools.product(kept[a], kept[b])
+            table = np.array([known.between((a, b), p, q) for p, q in pairs])
+            table = table.reshape(len(kept[a]), len(kept[b]), 2)
         if a > b:
             table = table.swapaxes(0, 1)
         seconds = seconds + count * table[..., 0].reshape(along)
@@ -125,25 +127,19 @@ def compose(
     memory = held + working
     flat = np.where(memory <= memory_limit_bytes, seconds, np.inf).ravel()
     order = np.argsort(flat, kind="stable")[:most]
-    return [
-        Composed(
-            options=tuple(
-                [
-                    some[int(p)].options
-                    for some, p in zip(kept, np.unravel_index(index, shape), strict=True)
-                ]
-            ),
-            seconds=float(seconds.flat[index]),
-            memory_bytes=float(memory.flat[index]),
-            measured_share=(
-                float(of_it_measured.flat[index] / seconds.flat[index])
-                if seconds.flat[index]
-                else 0.0
-            ),
+    found = []
+    for index in order[np.isfinite(flat[order])].tolist():
+        places = zip(kept, np.unravel_index(index, shape), strict=True)
+        total_s, measured_s = float(seconds.flat[index]), float(of_it_measured.flat[index])
+        found.append(
+            Composed(
+                options=tuple([some[int(p)].options for some, p in places]),
+                seconds=total_s,
+                memory_bytes=float(memory.flat[index]),
+                measured_share=measured_s / total_s if total_s else 0.0,
+            )
         )
-        for index in order.tolist()
-        if np.isfinite(flat[index])
-    ]
+    return found
 
 
 class _WithoutLaunch:
@@ -212,4 +208,4 @@ def _undominated(
             for o in group
         ):
             group.append(c)
-    return [c for group in groups.values() for c in group]
+    return list(itertools.chain(*groups.values()))

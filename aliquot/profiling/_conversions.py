@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..runtime import make_mesh
 from ..sharding import Spec, dims_of, format_spec
@@ -92,7 +92,7 @@ def compile_conversion(
             jitted, [argument], mesh_shape, axis_names, label="launch of a program"
         )
     source, target = (
-        _sharding(mesh, spec, len(conversion.shape))
+        NamedSharding(mesh, PartitionSpec(*dims_of(spec, mesh.axis_names, len(conversion.shape))))
         for spec in (conversion.source, conversion.target)
     )
     argument = jax.ShapeDtypeStruct(conversion.shape, jnp.dtype(conversion.dtype), sharding=source)
@@ -103,7 +103,3 @@ def compile_conversion(
     label = f"{conversion.dtype}{list(conversion.shape)} from {names[0]} to {names[1]}"
     jitted = jax.jit(lambda x: x, out_shardings=target)
     return compile_program(jitted, [argument], mesh_shape, axis_names, label=label)
-
-
-def _sharding(mesh: Mesh, spec: Spec, rank: int) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(*dims_of(spec, mesh.axis_names, rank)))

@@ -31,13 +31,11 @@ def describe_blocks(step: SegmentedStep) -> dict[str, Any]:
     in the words of the options: a split contraction leaves partial sums. The entry is "free" if the
     option does not determine the split.
     """
+    outside = outside_blocks(step.problem.nodes, [b.block for b in step.blocks])
     return {
         "mesh": dict(zip(step.mesh.axis_names, step.mesh.shape, strict=True)),
         "num_programs": step.num_programs,
-        "outside": [
-            named_operator(step.problem.graph.ops[op])
-            for op in outside_blocks(step.problem.nodes, [b.block for b in step.blocks])
-        ],
+        "outside": [named_operator(step.problem.graph.ops[op]) for op in outside],
         "blocks": [_block(step, number, block) for number, block in enumerate(step.blocks)],
         "segments": {
             "kinds": [

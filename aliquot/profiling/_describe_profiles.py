@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -36,44 +35,36 @@ def describe_profiles(database: ProfileDatabase, cluster: Cluster | None = None)
     outliers = []
     for key, measurement in database.rows():
         operator = Operator.parse(key.program)
-        kind = "segment or conversion" if operator is None else _family(operator)
+        if operator is None:
+            kind = "segment or conversion"
+        elif operator.kind in (*COLLECTIVES, LAUNCH.kind):
+            kind = operator.kind
+        else:
+            kind = f"{operator.kind} {operator.dtype}"
         by_kind[kind, _devices(key), measurement.grade].append(measurement)
         if measurement.spread > _NOISY and measurement.seconds is not None:
             outliers.append(
                 _outlier(key, measurement, f"its runs spread by {measurement.spread:.0%}")
             )
     kinds = [_kind(*which, some) for which, some in sorted(by_kind.items())]
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in outliers + _unlike_neighbours(database):
+        which = row["program"], row["devices"]
+        if which in found:
+            row = {**row, "reason": f"{found[which]['reason']}; {row['reason']}"}
+        found[which] = row
     return {
         "kinds": kinds,
         "tables": [] if cluster is None else _tables(database, cluster),
         "outliers": sorted(
-            _each_once(outliers + _unlike_neighbours(database)),
+            found.values(),
             key=lambda row: -float(row["seconds"]),
         ),
     }
 
 
-def _each_once(outliers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each program, with all of its reasons."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in outliers:
-        which = row["program"], row["devices"]
-        if which in found:
-            row = {**row, "reason": f"{found[which]['reason']}; {row['reason']}"}
-        found[which] = row
-    return list(found.values())
-
-
 def _devices(key: ProgramKey) -> str:
     return f"{key.devices}, JAX {key.jax_version}"
-
-
-def _family(operator: Operator) -> str:
-    return (
-        operator.kind
-        if operator.kind in (*COLLECTIVES, LAUNCH.kind)
-        else f"{operator.kind} {operator.dtype}"
-    )
 
 
 def _kind(kind: str, devices: str, grade: str, some: list[Measurement]) -> dict[str, Any]:
@@ -140,16 +131,18 @@ def measured_curves(database: ProfileDatabase) -> list[dict[str, Any]]:
             size = float(operator.sizes[0])
             name = f"along {along} of {key.mesh}"
             series[operator.kind][name][size] = size / measurement.seconds / 1e9
-    return [
-        {
-            "file": family,
-            "title": _TITLES.get(family, f"{family.capitalize()}, measured"),
-            "horizontal": _HORIZONTAL.get(family, "bytes on each device"),
-            "unit": _UNITS.get(family, "GB/s of each device"),
-            "series": {name: dict(sorted(values.items())) for name, values in some.items()},
-        }
-        for family, some in sorted(series.items())
-    ]
+    curves = []
+    for family, some in sorted(series.items()):
+        curves.append(
+            {
+                "file": family,
+                "title": _TITLES.get(family, f"{family.capitalize()}, measured"),
+                "horizontal": _HORIZONTAL.get(family, "bytes on each device"),
+                "unit": _UNITS.get(family, "GB/s of each device"),
+                "series": {name: dict(sorted(values.items())) for name, values in some.items()},
+            }
+        )
+    return curves
 
 
 def _unlike_neighbours(database: ProfileDatabase) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ Every second size is fitted; the others are held out and show how well the figur
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -252,10 +253,8 @@ def _fit_collectives(
     figures: dict[str, tuple[float, str]] = {}
     if not shares:
         return figures
-    source = (
-        "lines through collectives of"
-        f" {_where([each for some in groups.values() for each in some])}"
-    )
+    of = _where(list(itertools.chain(*groups.values())))
+    source = f"lines through collectives of {of}"
     rings = shares["all-reduce"] or shares["collective-permute"]
     if rings:
         figures["collective_efficiency"] = _share(rings, _HIGHEST), source
@@ -282,21 +281,17 @@ def _where(some: Sequence[tuple[_Row, float]]) -> str:
 def _errors(
     timed: Sequence[tuple[_Row, float]], before: Cluster, after: Cluster
 ) -> list[dict[str, Any]]:
-    found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    found: defaultdict[str, list[list[float]]] = defaultdict(list)
     for (operator, key, _), seconds in timed:
         if operator == LAUNCH:
             continue
-        both = (modelled_operator(operator, key, cluster)[2] for cluster in (before, after))
-        found[operator.kind].append(tuple(abs(modelled / seconds - 1) for modelled in both))  # type: ignore[arg-type]
-    return [
-        {
-            "table": kind,
-            "sizes": len(errors),
-            "before": float(np.median([error for error, _ in errors])),
-            "after": float(np.median([error for _, error in errors])),
-        }
-        for kind, errors in sorted(found.items())
-    ]
+        both = [modelled_operator(operator, key, cluster)[2] for cluster in (before, after)]
+        found[operator.kind].append([abs(modelled / seconds - 1) for modelled in both])
+    rows = []
+    for kind, errors in sorted(found.items()):
+        old, new = np.median(errors, axis=0).tolist()
+        rows.append({"table": kind, "sizes": len(errors), "before": old, "after": new})
+    return rows
 
 
 def to_toml(fit: Fit) -> str:

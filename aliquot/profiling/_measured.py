@@ -58,7 +58,30 @@ def read_measured(database: ProfileDatabase, cluster: Cluster, *, of_any: bool =
         InputError: it holds no operators, or only those of other devices or releases.
     """
     fitting, devices = fitting_rows(database, cluster, of_any=of_any)
-    tables = _tables(_correct_rows(fitting, cluster))
+    # Several measurements of one point are averaged. If a table has measurements of all
+    # devices together, those of one device alone are left out.
+    found: defaultdict[str, list[_Entry]] = defaultdict(list)
+    for entry in _correct_rows(fitting, cluster):
+        found[entry.table].append(entry)
+    tables = {}
+    for table, entries in sorted(found.items()):
+        grade = MEASURED if any(entry.grade == MEASURED for entry in entries) else MEASURED_COMPUTE
+        by_point: defaultdict[bytes, list[_Entry]] = defaultdict(list)
+        for entry in entries:
+            if entry.grade == grade:
+                # Points are computed, and equal ones may differ in the last digits.
+                by_point[np.round(entry.point, 9).tobytes()].append(entry)
+        ratios, spreads = [], []
+        some = [by_point[key] for key in sorted(by_point)]
+        for same in some:
+            ratios.append(np.exp(np.mean([np.log(each.ratio) for each in same])))
+            spreads.append(max(each.spread for each in same))
+        tables[table] = RatioTable(
+            points=np.stack([same[0].point for same in some]),
+            ratios=np.array(ratios),
+            spreads=np.array(spreads),
+            grade=grade,
+        )
     transfers = {
         crosses: link
         for crosses in (False, True)
@@ -127,10 +150,8 @@ def _fits(key: ProgramKey, grade: str, cluster: Cluster) -> bool:
             )
             or stands_for_many
         )
-    return _is_of(key.device, cluster.device.name)
-
-
-def _is_of(kind: str, name: str) -> bool:
+    kind = key.device
+    name = cluster.device.name
     try:
         return catalogue_name(kind) == name
     except ClusterError:
@@ -175,20 +196,16 @@ def _correct_rows(rows: Sequence[Row], cluster: Cluster) -> Iterator[_Entry]:
         if seconds is not None and _runs_on(operator, key, plain):
             # Ratios carry over to sizes that were not measured; seconds would not.
             table, point, modelled_s = modelled_operator(operator, key, plain)
+            # If one device ran alone, it says nothing about several that run at the same time.
             yield _Entry(
                 table,
                 point,
                 seconds / modelled_s,
                 measurement.spread,
-                _grade(key, measurement, cluster),
+                MEASURED_COMPUTE
+                if key.num_devices == 1 < cluster.num_devices
+                else measurement.grade,
             )
-
-
-def _grade(key: ProgramKey, measurement: Measurement, cluster: Cluster) -> str:
-    """The grade that a measurement has for a cluster: if one device ran alone, it says nothing
-    about several that run at the same time.
-    """
-    return MEASURED_COMPUTE if key.num_devices == 1 < cluster.num_devices else measurement.grade
 
 
 def _runs_on(operator: Operator, key: ProgramKey, cluster: Cluster) -> bool:
@@ -323,31 +340,3 @@ def part_of(cluster: Cluster, num_devices: int) -> Cluster | None:
     if num_devices > cluster.num_devices or (num_devices > per_host and num_devices % per_host):
         return None
     return subcluster(cluster, (max(1, num_devices // per_host), min(num_devices, per_host)))
-
-
-def _tables(corrected: Iterable[_Entry]) -> dict[str, RatioTable]:
-    """Tables of distinct points; several measurements of one point are averaged.
-
-    If a table has measurements of all devices together, those of one device alone are left out.
-    """
-    found: defaultdict[str, list[_Entry]] = defaultdict(list)
-    for entry in corrected:
-        found[entry.table].append(entry)
-    tables = {}
-    for table, entries in sorted(found.items()):
-        grade = MEASURED if any(entry.grade == MEASURED for entry in entries) else MEASURED_COMPUTE
-        by_point: defaultdict[bytes, list[_Entry]] = defaultdict(list)
-        for entry in entries:
-            if entry.grade == grade:
-                # Points are computed, and equal ones may differ in the last digits.
-                by_point[np.round(entry.point, 9).tobytes()].append(entry)
-        some = [by_point[key] for key in sorted(by_point)]
-        tables[table] = RatioTable(
-            points=np.stack([same[0].point for same in some]),
-            ratios=np.array(
-                [np.exp(np.mean([np.log(each.ratio) for each in same])) for same in some]
-            ),
-            spreads=np.array([max(each.spread for each in same) for same in some]),
-            grade=grade,
-        )
-    return tables

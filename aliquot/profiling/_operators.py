@@ -8,6 +8,7 @@ such as `product bfloat16 1x512x2048x512`, which is also its key in the database
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -152,7 +153,7 @@ def _transfer(operator: Operator, num_devices: int) -> CompiledPart:
         jax.ShapeDtypeStruct((num_bytes // _FLOAT32_BYTES,), jnp.float32, sharding=sharding)
         for sharding in (here, there)
     )
-    if len({device.process_index for devices in ends for device in devices}) == 1:
+    if len({device.process_index for device in itertools.chain(*ends)}) == 1:
         if not takes_part(ends[0]):
             return idle_part(label)
 

@@ -18,7 +18,7 @@ from ..cluster import num_hosts
 from ..core import num_cores
 from ..cost import Problem
 from ..graph import Graph, Input, graph_fingerprint
-from ..runtime import Program, build_program, compiled_stats, make_mesh
+from ..runtime import build_program, compiled_stats, make_mesh
 from ..sharding import Choice, make_pins
 from ._database import Measurement, ProgramKey, mesh_text
 from ._together import from_all
@@ -98,9 +98,13 @@ def compile_part(
     pins = make_pins(graph, problem.nodes, choices, mesh_shape, problem.target)
     program = build_program(graph, pins, make_mesh(mesh_shape, axis_names, None))
     successors = {position: _successor(graph.inputs[position]) for position in program.donated}
+    values = [graph.values[item.value] for item in graph.inputs]
     return compile_program(
         program.jitted,
-        _shapes(graph, program),
+        [
+            jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+            for value, sharding in zip(values, program.in_shardings, strict=True)
+        ],
         mesh_shape,
         axis_names,
         successors=successors,
@@ -198,11 +202,3 @@ def is_out_of_memory(error: Exception) -> bool:
     """True if an error of the compiler or of a device says that memory does not suffice."""
     # JAX has no public class for this.
     return "RESOURCE_EXHAUSTED" in str(error)
-
-
-def _shapes(graph: Graph, program: Program) -> list[jax.ShapeDtypeStruct]:
-    values = [graph.values[item.value] for item in graph.inputs]
-    return [
-        jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-        for value, sharding in zip(values, program.in_shardings, strict=True)
-    ]

@@ -146,16 +146,15 @@ def _listed(
     found: list[list[tuple[float, Operator, tuple[int, ...]]]] = [
         [(worth, operator, alone) for worth, operator in _products(asked)],
         [(worth, operator, alone) for worth, operator in _traffic(asked)],
-        [
-            (worth, op, shape)
-            for shape in mesh_shapes
-            for worth, op in _collectives(asked, shape, cluster, limits)
-        ],
+        [],
         _transfers(cluster, limits) if transfers else [],
     ]
-    for some in found:
-        some.sort(key=lambda each: (-each[0], str(each[1]), each[2]))
-    in_turn = [each for row in itertools.zip_longest(*found) for each in row if each is not None]
+    for shape in mesh_shapes:
+        some = _collectives(asked, shape, cluster, limits)
+        found[2] += [(worth, operator, shape) for worth, operator in some]
+    for kind in found:
+        kind.sort(key=lambda each: (-each[0], str(each[1]), each[2]))
+    in_turn = filter(None, itertools.chain(*itertools.zip_longest(*found)))
     unique = {(str(operator), shape): (operator, shape) for _, operator, shape in in_turn}
     return [(LAUNCH, alone), *unique.values()]
 

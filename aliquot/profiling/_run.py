@@ -78,10 +78,10 @@ def measured_step(
         if measurement is not None and measurement.seconds is not None:
             conversions[conversion] = measurement.seconds
     launch_s = conversions.pop(LAUNCH, 0.0)
-    ratios = [
-        _ratios([(c.seconds, known[c.options]) for c in some if c.options in known], launch_s)
-        for known, some in zip(kinds, combinations, strict=True)
-    ]
+    ratios = []
+    for known, some in zip(kinds, combinations, strict=True):
+        pairs = [(c.seconds, known[c.options]) for c in some if c.options in known]
+        ratios.append(_ratios(pairs, launch_s))
     of_all = _median(list(itertools.chain(*ratios)), 1.0)
     return MeasuredStep(
         kinds=tuple(kinds),
@@ -99,8 +99,7 @@ def _modelled_s(step: SegmentedStep, conversion: Conversion) -> float:
     """Seconds of a conversion by the cost model."""
     num_bytes = next(
         crossing.num_bytes
-        for crossings in step.crossings.values()
-        for crossing in crossings
+        for crossing in itertools.chain(*step.crossings.values())
         if (crossing.shape, crossing.dtype) == (conversion.shape, conversion.dtype)
     )
     return resharding_seconds(conversion.source, conversion.target, num_bytes, step.mesh)

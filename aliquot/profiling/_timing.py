@@ -202,7 +202,9 @@ def _arguments_in_turn(part: CompiledPart, evicts: bool) -> Iterator[list[Any]]:
     leaves = [_filled(shape) for shape in part.arguments]
     num_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in part.arguments)
     wanted = math.ceil(_LARGER_THAN_CACHES_BYTES / max(num_bytes, 1)) if evicts else 1
-    copies = [[jnp.copy(leaf) for leaf in leaves] for _ in range(min(wanted, _MOST_SETS) - 1)]
+    copies = []
+    for _ in range(min(wanted, _MOST_SETS) - 1):
+        copies.append([jnp.copy(leaf) for leaf in leaves])
     return itertools.cycle([leaves, *copies])
 
 

@@ -104,7 +104,7 @@ def slowest(act: Callable[[], list[float]], label: str) -> list[float]:
             where = f"process {process}: " if several else ""
             told = one.removeprefix("failed: ")
             raise NotRun(one if told == one else failed(f"{where}{told}"))
-    return [max(each) for each in zip(*(times for _, times in found), strict=True)]
+    return list(map(max, zip(*(times for _, times in found), strict=True)))
 
 
 def say_if_lost(label: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def trace_part(part: CompiledPart, *, runs: int = 3) -> Traced | None:
     with tempfile.TemporaryDirectory() as folder:
         run_repeatedly(part, timing, lambda: jax.profiler.trace(folder))
         files = sorted(Path(folder).rglob("*.xplane.pb"))
-        events = [event for file in files for event in _operators(file)]
+        events = list(itertools.chain.from_iterable(map(_operators, files)))
     apart: dict[bool, dict[str, list[tuple[float, float]]]] = {
         True: defaultdict(list),
         False: defaultdict(list),
@@ -63,15 +64,11 @@ def trace_part(part: CompiledPart, *, runs: int = 3) -> Traced | None:
     devices = {device for device, *_ in events}
     if not devices:
         return None
-    communication_s, compute_s = (
-        sum(_covered(some) for some in apart[which].values())
-        * 1e-9
-        / len(devices)
-        / runs
-        / part.times
-        for which in (True, False)
-    )
-    return Traced(communication_s=communication_s, compute_s=compute_s)
+
+    def seconds(some: Mapping[str, list[tuple[float, float]]]) -> float:
+        return sum(map(_covered, some.values())) * 1e-9 / len(devices) / runs / part.times
+
+    return Traced(communication_s=seconds(apart[True]), compute_s=seconds(apart[False]))
 
 
 def _operators(file: Path) -> Iterator[tuple[str, str, float, float]]:

@@ -26,7 +26,10 @@ def asked_facts(plans: Sequence[Plan], date: str = "") -> Iterator[tuple[str, st
     elif rows:
         yield "batch", f"{rows} examples"
     yield "dtype", first.model.flops_dtype or str(first.model.settings.get("dtype", ""))
-    yield "cluster", ", ".join(dict.fromkeys(_cluster(plan) for plan in plans))
+    devices = [
+        f"{plan.cluster.get('name', 'a cluster')} ({plan_devices(plan)} devices)" for plan in plans
+    ]
+    yield "cluster", ", ".join(dict.fromkeys(devices))
     yield "method", ", ".join(dict.fromkeys(plan.method for plan in plans))
     yield "date", date
     yield "version", f"aliquot {version_of('aliquot')}"
@@ -62,10 +65,6 @@ def comparing_command(plans: Sequence[Plan], methods: Sequence[str]) -> str:
 def command_block(command: str) -> str:
     """HTML of a command to copy; empty for none."""
     return f'<pre class="command"><code>{escape(command)}</code></pre>' if command else ""
-
-
-def _cluster(plan: Plan) -> str:
-    return f"{plan.cluster.get('name', 'a cluster')} ({plan_devices(plan)} devices)"
 
 
 def _typed(plan: Plan) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +30,9 @@ def blocks_text(answer: Mapping[str, Any]) -> RenderableType:
             f" {counted(len(answer['outside']), 'product')} in no block, each split by itself:"
             f" {', '.join(answer['outside'])}."
         )
-    root = _common_root([path for block in blocks for path in block["parameters"]])
+    # The beginning that all paths share, up to a dot, such as `state.params.`.
+    paths = list(itertools.chain(*(block["parameters"] for block in blocks)))
+    root = os.path.commonprefix(paths).rpartition(".")[0] + "." if len(paths) > 1 else ""
 
     def parameters(paths: Sequence[str]) -> str:
         return ", ".join(path.removeprefix(root) for path in paths)
@@ -62,11 +65,6 @@ def blocks_text(answer: Mapping[str, Any]) -> RenderableType:
         Column("programs", "programs", number=True),
     )
     return Group(head, of_blocks, of_segments)
-
-
-def _common_root(paths: Sequence[str]) -> str:
-    """The beginning that all paths share, up to a dot, such as `state.params.`."""
-    return os.path.commonprefix(list(paths)).rpartition(".")[0] + "." if len(paths) > 1 else ""
 
 
 def composed_text(answer: Mapping[str, Any]) -> RenderableType:

@@ -94,20 +94,15 @@ def line_chart(
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ticks = _few(points)
+    first, last = (round(math.log2(point)) for point in (min(points), max(points)))
+    step = max(math.ceil((last - first) / 7), 1)
+    ticks = [2.0**power for power in range(first, last + 1, step)]
     axes.set_xticks(ticks, [_power(tick) for tick in ticks])
     axes.minorticks_off()
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel(horizontal)
     _finish(figure, axes, path)
-
-
-def _few(points: Sequence[float]) -> list[float]:
-    """Powers of two from the least to the largest of some points, at most eight."""
-    first, last = (round(math.log2(point)) for point in (min(points), max(points)))
-    step = max(math.ceil((last - first) / 7), 1)
-    return [2.0**power for power in range(first, last + 1, step)]
 
 
 def _power(value: float) -> str:

@@ -44,11 +44,10 @@ def compared(plan: Plan, memory: Memory, collectives: Iterable[Collective]) -> d
         collectives: The collectives of the compiled program.
     """
     total = memory.argument_bytes + memory.output_bytes - memory.alias_bytes + memory.temp_bytes
-    arguments = sum(
-        group.local_bytes
-        for stage in plan.stages
-        for group in grouped_arrays(plan.inputs, stage, stage.shardings)
-    )
+    groups = []
+    for stage in plan.stages:
+        groups += grouped_arrays(plan.inputs, stage, stage.shardings)
+    arguments = sum(group.local_bytes for group in groups)
     rows = [
         {**row.to_dict(), "axes": ", ".join(row.axes)}
         for row in compare_collectives(plan.prediction.collectives, collectives)
@@ -70,9 +69,6 @@ def compared(plan: Plan, memory: Memory, collectives: Iterable[Collective]) -> d
     }
 
 
-_WHO = ("predicted", "compiled")
-
-
 def beside_measured(plan: Plan, step_time_s: float, figures: dict[str, Any]) -> RenderableType:
     """Predicted figures of a step beside those of its run.
 
@@ -80,17 +76,20 @@ def beside_measured(plan: Plan, step_time_s: float, figures: dict[str, Any]) -> 
         step_time_s: measured, in seconds; 0 if it is not known.
         figures: as `compared` gives them.
     """
+
+    def sizes(rows: list[dict[str, Any]]) -> list[str]:
+        predicted, compiled = zip(*((r["predicted_bytes"], r["compiled_bytes"]) for r in rows))
+        return [format_bytes(sum(predicted)), format_bytes(sum(compiled))]
+
     state, peak = figures["memory"]
-    sums = [sum(row[f"{who}_bytes"] for row in figures["collectives"]) for who in _WHO]
-    sizes = [[format_bytes(row[f"{who}_bytes"]) for who in _WHO] for row in (state, peak)]
     rows = [
         (
             "step time",
             format_seconds(plan.prediction.step_time_s),
             format_seconds(step_time_s) if step_time_s else "too few steps",
         ),
-        ("state and batch on each device", *sizes[0]),
-        ("memory of each device at its peak", *sizes[1]),
-        ("exchanged by each device in a step", *map(format_bytes, sums)),
+        ("state and batch on each device", *sizes([state])),
+        ("memory of each device at its peak", *sizes([peak])),
+        ("exchanged by each device in a step", *sizes(figures["collectives"])),
     ]
     return columns("One step", ("", "predicted", "measured"), rows, right=(1, 2))

@@ -80,52 +80,43 @@ def _sections(comparison: Comparison) -> Iterator[tuple[str, str]]:
         header.insert(6, comparison.cost_unit)
     yield "Candidates, fastest first (predicted)", table(header, rows, tuple(range(3, len(header))))
     if planned:
-        yield "Step time against memory (predicted)", _time_and_memory(planned, comparison)
+        points, listed = [], []
+        for c in planned:
+            assert c.plan is not None
+            error = usual_error(expected_error(c.plan))
+            p = c.plan.prediction
+            points.append((p.step_time_s, p.peak_memory_bytes, error))
+            listed.append(f"<li>{escape(name_of(c, comparison))}: {said_error(c.plan)}</li>")
+        drawn = scatter(
+            points,
+            limit=_limit(planned),
+            format_x=format_seconds,
+            format_y=format_bytes,
+            names=("step time, with its expected error", "memory on each device, and its limit"),
+            label="step time against memory of each candidate",
+        )
+        yield "Step time against memory (predicted)", f"{drawn}<ol>{''.join(listed)}</ol>"
         named = [
             (_with(name_of(c, comparison), format_seconds(c.plan.prediction.step_time_s)), c.plan)
             for c in planned
             if c.plan
         ]
         yield "Time of a step (predicted)", time_bars(named)
-        yield "Memory on each device, to the limit (predicted)", _memory(planned, comparison)
+        bars = []
+        for c in planned:
+            assert c.plan is not None
+            used = f"{format_bytes(c.plan.prediction.peak_memory_bytes)}{_share(c)}"
+            bars.append((_with(name_of(c, comparison), used), dict(memory_parts(c.plan))))
+        yield "Memory on each device, to the limit (predicted)", memory_bars(bars, _limit(planned))
     why = [(name_of(c, comparison), comparison.why_not(c)) for c in comparison.candidates]
     yield "Why not the others", table((), [row for row in why if row[1]], kind="facts")
     yield "Notes", "".join(f"<p>{escape(note)}</p>" for note in notes_of(comparison))
-
-
-def _time_and_memory(planned: list[Candidate], comparison: Comparison) -> str:
-    """Each candidate as a point, with a bar for the median error of its step time."""
-    points, named = [], []
-    for c in planned:
-        assert c.plan is not None
-        error = usual_error(expected_error(c.plan))
-        p = c.plan.prediction
-        points.append((p.step_time_s, p.peak_memory_bytes, error))
-        named.append(f"<li>{escape(name_of(c, comparison))}: {said_error(c.plan)}</li>")
-    drawn = scatter(
-        points,
-        limit=_limit(planned),
-        format_x=format_seconds,
-        format_y=format_bytes,
-        names=("step time, with its expected error", "memory on each device, and its limit"),
-        label="step time against memory of each candidate",
-    )
-    return f"{drawn}<ol>{''.join(named)}</ol>"
 
 
 def _limit(planned: list[Candidate]) -> float:
     """The limit of the memory, where all candidates have the same."""
     limits = {c.plan.prediction.memory_limit_bytes for c in planned if c.plan}
     return limits.pop() if len(limits) == 1 else 0.0
-
-
-def _memory(planned: list[Candidate], comparison: Comparison) -> str:
-    bars = []
-    for c in planned:
-        assert c.plan is not None
-        used = f"{format_bytes(c.plan.prediction.peak_memory_bytes)}{_share(c)}"
-        bars.append((_with(name_of(c, comparison), used), dict(memory_parts(c.plan))))
-    return memory_bars(bars, _limit(planned))
 
 
 def _row(candidate: Candidate, comparison: Comparison) -> list[str]:

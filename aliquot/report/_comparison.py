@@ -4,6 +4,7 @@ step it is slower than the fastest.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,11 +98,35 @@ class Comparison:
         """
         if candidate.plan is None:
             return candidate.refusal
-        if self.best is None or candidate.plan is self.best:
+        plan, best, objective = candidate.plan, self.best, self.objective
+        if best is None or plan is best:
             return ""
-        if is_same_plan(candidate.plan, self.best):
+        if is_same_plan(plan, best):
             return f"same plan as {self.candidates[0].method}"
-        return _loss(candidate.plan, self.best, self.objective)
+        if objective == "throughput":
+            mine_s, theirs_s = seconds_of(plan, objective), seconds_of(best, objective)
+            if mine_s <= theirs_s:
+                return "as fast as the fastest"
+            return (
+                f"{mine_s / theirs_s:.2f}x as long: a call every {format_seconds(mine_s)},"
+                f" not every {format_seconds(theirs_s)}"
+            )
+        extra_s = plan.prediction.step_time_s - best.prediction.step_time_s
+        if extra_s <= _EQUAL * best.prediction.step_time_s:
+            return f"as fast as the fastest, within {_EQUAL:.1%}"
+        mine, theirs = step_parts(plan), step_parts(best)
+        more = sorted(((mine[name] - theirs[name], name) for name in mine), reverse=True)
+        said = [
+            f"+{format_seconds(s)} {name}" for s, name in more[:_MOST_PARTS] if s > extra_s / 20
+        ]
+        less = [f"-{format_seconds(-s)} {name}" for s, name in reversed(more) if -s > extra_s / 20]
+        ratio = plan.prediction.step_time_s / best.prediction.step_time_s
+        ways = [how_recomputed(each) for each in (plan, best)]
+        way = ways[0] if RECOMPUTED_BY_STAGE in str(ways[0]) else f"with --recompute {ways[0]}"
+        again = f", {way}" if ways[0] != ways[1] and ways[0] else ""
+        worst = _dearest(plan) if more[0][1] == "exposed communication" else ""
+        most = f" (largest collective: {worst} with what overlaps)" if worst else ""
+        return f"step {ratio:.2f}x as long: {', '.join([*said, *less])}{most}{again}"
 
     def seconds(self, candidate: Candidate) -> float:
         """What is least in the fastest candidate; 0 without a plan."""
@@ -320,13 +345,8 @@ def notes_of(comparison: Comparison) -> list[str]:
     notes += comparison.left_out
     if comparison.prices_from:
         notes.append(f"Prices: {comparison.prices_from}.")
-    notes += [
-        note
-        for c in comparison.candidates
-        if c.plan
-        for note in c.plan.notes
-        if "do not divide" in note
-    ]
+    of_plans = itertools.chain(*(c.plan.notes for c in comparison.candidates if c.plan))
+    notes += [note for note in of_plans if "do not divide" in note]
     return list(dict.fromkeys(notes))
 
 
@@ -377,40 +397,11 @@ def mfu_of(plan: Plan, objective: str | None) -> float | None:
     return used * plan.prediction.step_time_s / seconds if used and seconds else used
 
 
-def _loss(plan: Plan, best: Plan, objective: str | None) -> str:
-    """The parts of the step in which a plan is slower, the largest first, and its most expensive
-    collective if the largest part is communication; of calls in a stream how often there is one.
-    """
-    if objective == "throughput":
-        mine_s, theirs_s = seconds_of(plan, objective), seconds_of(best, objective)
-        if mine_s <= theirs_s:
-            return "as fast as the fastest"
-        return (
-            f"{mine_s / theirs_s:.2f}x as long: a call every {format_seconds(mine_s)}, not every"
-            f" {format_seconds(theirs_s)}"
-        )
-    extra_s = plan.prediction.step_time_s - best.prediction.step_time_s
-    if extra_s <= _EQUAL * best.prediction.step_time_s:
-        return f"as fast as the fastest, within {_EQUAL:.1%}"
-    mine, theirs = step_parts(plan), step_parts(best)
-    more = sorted(((mine[name] - theirs[name], name) for name in mine), reverse=True)
-    said = [f"+{format_seconds(s)} {name}" for s, name in more[:_MOST_PARTS] if s > extra_s / 20]
-    less = [f"-{format_seconds(-s)} {name}" for s, name in reversed(more) if -s > extra_s / 20]
-    ratio = plan.prediction.step_time_s / best.prediction.step_time_s
-    ways = [how_recomputed(each) for each in (plan, best)]
-    way = ways[0] if RECOMPUTED_BY_STAGE in str(ways[0]) else f"with --recompute {ways[0]}"
-    again = f", {way}" if ways[0] != ways[1] and ways[0] else ""
-    worst = _dearest(plan) if more[0][1] == "exposed communication" else ""
-    most = f" (largest collective: {worst} with what overlaps)" if worst else ""
-    return f"step {ratio:.2f}x as long: {', '.join([*said, *less])}{most}{again}"
-
-
 def _dearest(plan: Plan) -> str:
     uses = [*plan.prediction.collectives]
     if not uses and is_pipeline(plan):
-        uses = [
-            use for stage in plan.stages if stage.prediction for use in stage.prediction.collectives
-        ]
+        for stage in plan.stages:
+            uses += stage.prediction.collectives if stage.prediction else ()
     sums: dict[tuple[str, tuple[str, ...]], float] = {}
     for use in uses:
         sums[use.kind, use.axes] = sums.get((use.kind, use.axes), 0.0) + use.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -32,7 +33,7 @@ def loss_chart(
     Raises:
         InputError: There is nothing to draw.
     """
-    finite = [value for values in series.values() for value in values if math.isfinite(value)]
+    finite = list(filter(math.isfinite, itertools.chain(*series.values())))
     if not finite:
         raise InputError("a chart needs at least one finite value, got none.")
     low, high = min(finite), max(finite)

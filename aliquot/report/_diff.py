@@ -40,15 +40,23 @@ def difference(changes: PlanDiff, before: str, after: str) -> RenderableType:
         return Text(f"{before} and {after} decide and predict the same.")
     decided: dict[str, list[Change]] = {}
     for change in changes.decisions:
-        what = change.subject.partition(" ")[0]
-        kind = what if what in ("input", "output") else "operator" if _is_operator(change) else ""
+        kind = change.subject.partition(" ")[0]
+        if _STAGE.sub("", change.subject).startswith("operator "):
+            kind = "operator"
+        elif kind not in ("input", "output"):
+            kind = ""
         decided.setdefault(kind, []).append(change)
     arrays = _arrays(decided.get("input", ()), decided.get("output", ()), changes.roles)
-    operators = [
-        change
-        for change in decided.get("operator", ())
-        if change.subject.partition("operator ")[2] not in changes.roles
-    ]
+    operators = _rows(
+        [
+            change
+            for change in decided.get("operator", ())
+            if change.subject.partition("operator ")[2] not in changes.roles
+        ]
+    )
+    of_operators = "Operators that are split differently: mesh axis and dim of each"
+    if len(operators) > _MOST_OPERATORS:
+        of_operators += f"; the first {_MOST_OPERATORS} of {len(operators)} kinds, --json lists all"
     collectives = [c for c in changes.predictions if _COLLECTIVE.match(c.subject)]
     figures = [c for c in changes.predictions if not _COLLECTIVE.match(c.subject)]
     heads = ("what", before, after)
@@ -58,7 +66,7 @@ def difference(changes: PlanDiff, before: str, after: str) -> RenderableType:
         ("Predicted communication, as far as it differs", _traffic(collectives), ()),
         ("Decisions", _rows(decided.get("", ()), _words), (3,)),
         (f"{split} left out", [row[:3] for row in _rows(arrays)], ()),
-        *_operator_tables(_rows(operators)),
+        (of_operators, [row[:3] for row in operators[:_MOST_OPERATORS]], ()),
     )
     return Group(
         *(
@@ -69,30 +77,16 @@ def difference(changes: PlanDiff, before: str, after: str) -> RenderableType:
     )
 
 
-def _is_operator(change: Change) -> bool:
-    return _STAGE.sub("", change.subject).startswith("operator ")
-
-
-def _operator_tables(
-    rows: list[tuple[str, ...]],
-) -> list[tuple[str, list[tuple[str, ...]], tuple[int, ...]]]:
-    title = "Operators that are split differently: mesh axis and dim of each"
-    if len(rows) > _MOST_OPERATORS:
-        title += f"; the first {_MOST_OPERATORS} of {len(rows)} kinds, --json lists all"
-    return [(title, [row[:3] for row in rows[:_MOST_OPERATORS]], ())]
-
-
 def _arrays(
     inputs: Sequence[Change], outputs: Sequence[Change], roles: Mapping[str, str]
 ) -> list[Change]:
     """Changes of arrays, without those that repeat others; see `difference`."""
     inputs = [_unnamed(change, "input ") for change in inputs]
-    parameters = [change for change in inputs if roles.get(change.subject) == "parameter"]
-    endings = {
-        (ending, change.before, change.after)
-        for change in parameters
-        for ending in endings_of_path(change.subject)
-    }
+    endings = set()
+    for change in inputs:
+        if roles.get(change.subject) == "parameter":
+            for ending in endings_of_path(change.subject):
+                endings.add((ending, change.before, change.after))
     names = {ending for ending, _, _ in endings}
     kept = []
     for change in inputs:

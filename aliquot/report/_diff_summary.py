@@ -95,25 +95,21 @@ def _are_alike(before: Plan, after: Plan) -> bool:
 
 
 def _head(before: Plan, after: Plan, names: tuple[str, str]) -> str:
-    said = _verdict if _are_alike(before, after) else _two_models
-    return said(before, after, names)
-
-
-def _tables(
-    before: Plan, after: Plan, names: tuple[str, str]
-) -> Iterator[tuple[str, list[str], list[Sequence[str]]]]:
-    """Title, header and rows of each table; changes have a column where there are any."""
-    for title, rows in (
-        (_DECIDED, list(_layout(before, after))),
-        ("Step time (predicted)", list(_times(before, after))),
-        ("Memory on each device at its peak (predicted)", list(_memory(before, after))),
-    ):
-        width = 4 if _are_alike(before, after) and any(row[3] for row in rows) else 3
-        yield title, ["what", *names, "change"][:width], [row[:width] for row in rows]
-
-
-def _verdict(before: Plan, after: Plan, names: tuple[str, str]) -> str:
-    """Which plan is faster, by how much, and what it takes of memory."""
+    """Which plan is faster, by how much, and what it takes of memory; or how the steps of both
+    differ.
+    """
+    if not _are_alike(before, after):
+        shown = []
+        for name, plan, other in ((names[0], before, after), (names[1], after, before)):
+            theirs = other.model.settings
+            own = [
+                f"{key}={value}"
+                for key, value in plan.model.settings.items()
+                if theirs.get(key) != value and key not in _SAID
+            ]
+            batch = f"batch {examples_per_step(plan)}"
+            shown.append(f"{name} {', '.join([plan.model.name or 'a step', batch, *own[:4]])}")
+        return f"These are plans for two different models or batches: {'; '.join(shown)}."
     (fast, fast_name), (slow, slow_name) = sorted(
         ((before, names[0]), (after, names[1])), key=lambda pair: pair[0].prediction.step_time_s
     )
@@ -130,24 +126,23 @@ def _verdict(before: Plan, after: Plan, names: tuple[str, str]) -> str:
     )
 
 
+def _tables(
+    before: Plan, after: Plan, names: tuple[str, str]
+) -> Iterator[tuple[str, list[str], list[Sequence[str]]]]:
+    """Title, header and rows of each table; changes have a column where there are any."""
+    for title, rows in (
+        (_DECIDED, list(_layout(before, after))),
+        ("Step time (predicted)", list(_times(before, after))),
+        ("Memory on each device at its peak (predicted)", list(_memory(before, after))),
+    ):
+        width = 4 if _are_alike(before, after) and any(row[3] for row in rows) else 3
+        yield title, ["what", *names, "change"][:width], [row[:width] for row in rows]
+
+
 def _model(plan: Plan) -> tuple[object, ...]:
     # The planner may choose recomputation and attention: they do not make another model.
     settings = {k: v for k, v in plan.model.settings.items() if k not in ("recompute", "attention")}
     return plan.model.name, settings
-
-
-def _two_models(before: Plan, after: Plan, names: tuple[str, str]) -> str:
-    shown = []
-    for name, plan, other in ((names[0], before, after), (names[1], after, before)):
-        theirs = other.model.settings
-        own = [
-            f"{key}={value}"
-            for key, value in plan.model.settings.items()
-            if theirs.get(key) != value and key not in _SAID
-        ]
-        batch = f"batch {examples_per_step(plan)}"
-        shown.append(f"{name} {', '.join([plan.model.name or 'a step', batch, *own[:4]])}")
-    return f"These are plans for two different models or batches: {'; '.join(shown)}."
 
 
 def _layout(before: Plan, after: Plan) -> Iterator[Row]:
@@ -202,27 +197,21 @@ def _seconds(plan: Plan) -> dict[str, float]:
 
 def _memory(before: Plan, after: Plan) -> Iterator[Row]:
     of_stages = is_pipeline(before) or is_pipeline(after)
-    named = [
-        {"total": plan.prediction.peak_memory_bytes, **_parts(plan, of_stages)}
-        for plan in (before, after)
-    ]
+    named: list[dict[str, float]] = []
+    for plan in (before, after):
+        sums: dict[str, float] = {}
+        for name, num_bytes in memory_parts(plan):
+            # Beside a pipeline, parts are summed as those of stages are.
+            if of_stages and not is_pipeline(plan):
+                name = _OF_STAGES.get(name, "temporaries")
+            sums[name] = sums.get(name, 0.0) + num_bytes
+        named.append({"total": plan.prediction.peak_memory_bytes, **sums})
     for name in dict.fromkeys([*named[0], *named[1]]):
         first, second = (rows.get(name, 0.0) for rows in named)
         texts = [format_bytes(value) if value else "none" for value in (first, second)]
         yield name, texts[0], texts[1], _relative(first, second)
     limits = [plan.prediction.memory_limit_bytes for plan in (before, after)]
     yield "limit", format_bytes(limits[0]), format_bytes(limits[1]), _relative(*limits)
-
-
-def _parts(plan: Plan, of_stages: bool) -> dict[str, float]:
-    """The parts of the memory; beside a pipeline, summed as those of stages are."""
-    if is_pipeline(plan) or not of_stages:
-        return dict(memory_parts(plan))
-    sums: dict[str, float] = {}
-    for name, num_bytes in memory_parts(plan):
-        stages_name = _OF_STAGES.get(name, "temporaries")
-        sums[stages_name] = sums.get(stages_name, 0.0) + num_bytes
-    return sums
 
 
 def _relative(first: float, second: float) -> str:

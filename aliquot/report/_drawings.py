@@ -6,6 +6,7 @@ A colour means the same in every picture.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -168,7 +169,7 @@ def _corners(
         return corners
     # Two corners for each value: where it begins, and where the next one does.
     held = [(later, value) for later, value in zip(places[1:], values, strict=False)]
-    return [corner for pair in zip(corners, [*held, corners[-1]], strict=True) for corner in pair]
+    return list(itertools.chain(*zip(corners, [*held, corners[-1]], strict=True)))
 
 
 def _grid(top: float, format_value: Callable[[float], str]) -> str:
@@ -229,10 +230,11 @@ def rows_over_time(
         marks: places on the axis, each with a text.
         label: what the picture shows, for screen readers.
     """
-    extent = max((segment.end for row in rows for segment in row), default=0.0) or 1.0
+    segments = list(itertools.chain(*rows))
+    extent = max((segment.end for segment in segments), default=0.0) or 1.0
     scale = (_WIDTH - _LEFT - _RIGHT) / extent
     height = _TOP + len(rows) * _ROW
-    kinds = list(dict.fromkeys(segment.kind for row in rows for segment in row))
+    kinds = list(dict.fromkeys(segment.kind for segment in segments))
     drawn = []
     for index, (name, row) in enumerate(zip(names, rows, strict=True)):
         y = _TOP + index * _ROW
@@ -368,7 +370,8 @@ def bars_in_parts(
     extent = max((sum(parts.values()) for _, parts in rows), default=0.0) or 1.0
     extent = max(extent, limit)
     scale, height = (_WIDTH - 2 * _RIGHT) / extent, len(rows) * 2 * _ROW
-    names = list(dict.fromkeys(p for _, parts in rows for p, length in parts.items() if length))
+    lengths = itertools.chain(*(parts.items() for _, parts in rows))
+    names = list(dict.fromkeys(part for part, length in lengths if length))
     drawn = []
     for place, text in _spaced(marks, scale, _RIGHT):
         x = _RIGHT + place * scale

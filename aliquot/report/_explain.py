@@ -17,7 +17,6 @@ from ..plans import (
     EXPLAINED,
     ArrayGroup,
     Plan,
-    Section,
     SectionKind,
     fact_rows,
     figures,
@@ -31,7 +30,7 @@ from ..plans import (
     spoken,
     stage_data,
 )
-from ._tables import Facts, SectionTable, columns
+from ._tables import Column, Facts, SectionTable, table
 from ._timeline import Timeline
 
 _ROUNDING = 1e-5
@@ -65,6 +64,10 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
     in bytes.
     """
     p, provenance = plan.prediction, plan.provenance
+    stages = []
+    for index, stage in enumerate(plan.stages):
+        arrays = [asdict(group) for group in _groups(plan, index)]
+        stages.append(stage_data(stage) | {"arrays": arrays})
     return {
         "model": plan.model.name,
         "rebuild": rebuild(plan),
@@ -72,10 +75,7 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
         "cluster": plan.cluster.get("name"),
         "num_devices": plan_devices(plan),
         "idle_hosts": plan.idle_hosts,
-        "stages": [
-            stage_data(stage) | {"arrays": [asdict(group) for group in _groups(plan, index)]}
-            for index, stage in enumerate(plan.stages)
-        ],
+        "stages": stages,
         "num_micro_batches": plan.num_micro_batches,
         "micro_batch_semantics": plan.micro_batch_semantics,
         "combine": dict(plan.combine),
@@ -122,10 +122,24 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
         "",
     ]
     parts += _sections(plan, {alternative.subject: alternative for alternative in alternatives})
-    told = _subjects(plan)
+    # Alternatives to these need no table of their own: they are in their rows, or like those of a
+    # listed array.
+    told = set()
+    if not is_pipeline(plan):
+        told = {use.label for use in plan.prediction.collectives}
+        for index in range(len(plan.stages)):
+            told |= {group.pattern for group in _groups(plan, index)}
     rest = [other for other in alternatives if other.subject not in told and not _is_as_fast(other)]
     if rest:
-        parts.append(_alternatives(rest))
+        parts.append(
+            table(
+                "Other decisions",
+                rest,
+                Column("what", "subject"),
+                Column("chosen", "chosen"),
+                Column("best alternative (predicted)", _best_other),
+            )
+        )
     if any(_is_faster(other) for other in alternatives):
         parts.append(
             Text(
@@ -141,34 +155,19 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
 
 
 def _sections(plan: Plan, others: Mapping[str, Alternative]) -> Iterator[RenderableType]:
+    """The sections, with a further column of alternatives where there are any for the rows."""
     for section in sections(plan, EXPLAINED):
-        yield SectionTable(
-            _with_alternatives(section, others), narrow=section.kind == SectionKind.STAGES
-        )
-        if section.kind == SectionKind.STAGES and all(stage.prediction for stage in plan.stages):
+        is_stages = section.kind == SectionKind.STAGES
+        subject = _SUBJECTS.get(section.kind)
+        if subject is not None:
+            cells = [_best_other(others.get(row[subject])) for row in section.rows]
+            if any(cells):
+                header = (*section.header, "best alternative (predicted)")
+                rows = tuple((*row, cell) for row, cell in zip(section.rows, cells, strict=True))
+                section = replace(section, header=header, rows=rows)
+        yield SectionTable(section, narrow=is_stages)
+        if is_stages and all(stage.prediction for stage in plan.stages):
             yield Timeline(plan)
-
-
-def _with_alternatives(section: Section, others: Mapping[str, Alternative]) -> Section:
-    """The section with a further column of alternatives, if there are any for its rows."""
-    if section.kind not in _SUBJECTS:
-        return section
-    subject = _SUBJECTS[section.kind]
-    cells = [_best_other(others.get(row[subject])) for row in section.rows]
-    if not any(cells):
-        return section
-    rows = tuple((*row, cell) for row, cell in zip(section.rows, cells, strict=True))
-    return replace(section, header=(*section.header, "best alternative (predicted)"), rows=rows)
-
-
-def _subjects(plan: Plan) -> set[str]:
-    """The arrays and collectives of a plan of one program. Their alternatives need no table of
-    their own: they are in the rows of these, or like those of a listed array.
-    """
-    if is_pipeline(plan):
-        return set()
-    groups = {group.pattern for index in range(len(plan.stages)) for group in _groups(plan, index)}
-    return groups | {use.label for use in plan.prediction.collectives}
 
 
 def _groups(plan: Plan, index: int) -> list[ArrayGroup]:
@@ -202,8 +201,3 @@ def _is_as_fast(other: Alternative) -> bool:
         seconds is not None
         and abs(seconds - other.chosen_step_time_s) <= _ROUNDING * other.chosen_step_time_s
     )
-
-
-def _alternatives(others: Sequence[Alternative]) -> Group:
-    rows = [(other.subject, other.chosen, _best_other(other)) for other in others]
-    return columns("Other decisions", ("what", "chosen", "best alternative (predicted)"), rows)

@@ -186,6 +186,8 @@ class MetricsLog:
         self._write(row)
 
     def _speed(self, done: _Interval) -> dict[str, Any]:
+        import jax
+
         # A first step is no measure: it compiles. Its time stands apart.
         compiled = "compilation" in done.parts_s
         count = len(done.metrics) - compiled
@@ -201,8 +203,11 @@ class MetricsLog:
         for what in _ASIDE:
             if what in done.parts_s:
                 found[f"{what}_s"] = done.parts_s[what]
-        if (most := _peak_memory()) is not None:
-            found["memory_bytes"] = most
+        memory = [device.memory_stats() or {} for device in jax.local_devices()]
+        # Not all devices say what they have used.
+        peaks = [stats["peak_bytes_in_use"] for stats in memory if "peak_bytes_in_use" in stats]
+        if peaks:
+            found["memory_bytes"] = max(peaks)
         return found
 
     def _of_plan(self, step_s: float) -> dict[str, Any]:
@@ -280,12 +285,3 @@ def _is_first_process() -> bool:
     import jax
 
     return bool(jax.process_index() == 0)
-
-
-def _peak_memory() -> int | None:
-    """The most memory that any device of this process has used; None where they do not say."""
-    import jax
-
-    found = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [stats["peak_bytes_in_use"] for stats in found if "peak_bytes_in_use" in stats]
-    return max(peaks, default=None)

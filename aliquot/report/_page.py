@@ -119,7 +119,20 @@ def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
         memory_bars(memory, p.memory_limit_bytes),
     )
     yield "Time of a step (predicted)", time_bars([(format_seconds(p.step_time_s), plan)])
-    yield "Mesh" if len(plan.stages) == 1 else "Mesh of each stage", _meshes(plan)
+    kinds: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        kinds.setdefault((stage.mesh_shape, stage.axis_names), []).append(index)
+    drawn = []
+    for indices in kinds.values():
+        if len(plan.stages) > 1:
+            places = [device_range(plan.stages[index]) for index in indices]
+            devices = ", ".join(f"{start} to {stop - 1}" for start, stop in places[:_MOST_PLACES])
+            dots = ", ..." if len(places) > _MOST_PLACES else ""
+            stages = f"stage{'s' if len(indices) > 1 else ''} {stage_numbers(indices)}"
+            said = f"{stages}: devices {devices}{dots}"
+            drawn.append(f"<p>{escape(said[:1].upper() + said[1:])}</p>")
+        drawn.append(f"<p>{mesh_picture(plan, plan.stages[indices[0]])}</p>")
+    yield "Mesh" if len(plan.stages) == 1 else "Mesh of each stage", "".join(drawn)
     folded = (SectionKind.ARRAYS, SectionKind.COMMUNICATION, SectionKind.MEMORY)
     for section in sections(plan, EXPLAINED):
         if section.kind not in folded:
@@ -200,10 +213,6 @@ def _memory_over_time(plan: Plan) -> Iterator[tuple[str, str]]:
     )
 
 
-def _stages(numbers: Sequence[int]) -> str:
-    return f"stage{'s' if len(numbers) > 1 else ''} {stage_numbers(numbers)}"
-
-
 def _schedule(plan: Plan) -> str:
     drawn = schedule_rows(plan)
     if not any(drawn.rows):
@@ -216,19 +225,15 @@ def _schedule(plan: Plan) -> str:
         text += f"<p>And {drawn.num_left_out} more submeshes.</p>"
     if drawn.shown_s < drawn.step_time_s:
         text += f"<p>The beginning of a step of {format_seconds(drawn.step_time_s)}.</p>"
-    return text + _trace_link(plan)
-
-
-def _trace_link(plan: Plan) -> str:
-    """The predicted schedule as a download inside the page, where it is not too long for one."""
+    # The predicted schedule is a download inside the page, where it is not too long for one.
     trace = json.dumps(chrome_trace(planned_trace(plan)))
     if len(trace) > _LONGEST_TRACE:
-        return (
+        return text + (
             "<p>The whole schedule is in the trace that <code>aliquot explain PLAN --trace"
             " FILE</code> writes.</p>"
         )
     data = base64.b64encode(trace.encode()).decode()
-    return (
+    return text + (
         f'<p><a download="schedule.json" href="data:application/json;base64,{data}">Save the'
         " schedule</a>, and open it at"
         ' <a href="https://ui.perfetto.dev">ui.perfetto.dev</a> to zoom in.</p>'
@@ -281,20 +286,3 @@ def _is_word(text: str) -> bool:
 def _breakable(text: str) -> str:
     """The text as HTML in which a path may go on in the next line."""
     return _ENDS_OF_PARTS.sub("\\g<0><wbr/>", escape(text))
-
-
-def _meshes(plan: Plan) -> str:
-    """Pictures of meshes with the role of each axis. Stages with equal meshes share one."""
-    kinds: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
-    for index, stage in enumerate(plan.stages):
-        kinds.setdefault((stage.mesh_shape, stage.axis_names), []).append(index)
-    drawn = []
-    for indices in kinds.values():
-        if len(plan.stages) > 1:
-            places = [device_range(plan.stages[index]) for index in indices]
-            devices = ", ".join(f"{start} to {stop - 1}" for start, stop in places[:_MOST_PLACES])
-            more = ", ..." if len(places) > _MOST_PLACES else ""
-            said = f"{_stages(indices)}: devices {devices}{more}"
-            drawn.append(f"<p>{escape(said[:1].upper() + said[1:])}</p>")
-        drawn.append(f"<p>{mesh_picture(plan, plan.stages[indices[0]])}</p>")
-    return "".join(drawn)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core import format_seconds
-from ..plans import Plan, TaskKind, TraceEvent, in_flight_events, name_of_part, submesh_names
+from ..plans import Plan, TaskKind, in_flight_events, name_of_part, submesh_names
 from ._drawings import Segment, time_marks
 from ._trace import planned_trace
 
@@ -152,7 +152,16 @@ def schedule_rows(plan: Plan) -> ScheduleRows:
     rows: list[list[Segment]] = [[] for _ in range(shown)]
     # In order of time, so that all submeshes are cut off at the same moment.
     for event in events[:_MOST_SEGMENTS]:
-        rows[event.submesh].append(_segment(event, splits_backward))
+        kind = {
+            TaskKind.FORWARD.value: "forward",
+            TaskKind.BACKWARD_WEIGHT.value: "gradients of weights",
+            "update": "update",
+        }.get(str(event.kind), "backward for inputs" if splits_backward else "backward")
+        which = f" of micro-batch {event.micro_batch}" if event.micro_batch >= 0 else ""
+        time = format_seconds(event.end_s - event.start_s)
+        rows[event.submesh].append(
+            Segment(event.start_s, event.end_s, kind, f"{kind}{which}, stage {event.stage}: {time}")
+        )
     return ScheduleRows(
         names=tuple(f"submesh {k}" for k in range(shown)),
         rows=tuple(tuple(row) for row in rows),
@@ -160,14 +169,3 @@ def schedule_rows(plan: Plan) -> ScheduleRows:
         step_time_s=trace.step_time_s,
         num_left_out=len(submesh_names(plan)) - shown,
     )
-
-
-def _segment(event: TraceEvent, splits_backward: bool) -> Segment:
-    kind = {
-        TaskKind.FORWARD.value: "forward",
-        TaskKind.BACKWARD_WEIGHT.value: "gradients of weights",
-        "update": "update",
-    }.get(str(event.kind), "backward for inputs" if splits_backward else "backward")
-    which = f" of micro-batch {event.micro_batch}" if event.micro_batch >= 0 else ""
-    time = format_seconds(event.end_s - event.start_s)
-    return Segment(event.start_s, event.end_s, kind, f"{kind}{which}, stage {event.stage}: {time}")

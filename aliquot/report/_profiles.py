@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,19 +94,19 @@ def draw_profiles(curves: Sequence[Mapping[str, Any]], folder: Path) -> list[Pat
         MissingExtraError: matplotlib is not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written, names = [], [name for curve in curves for name in curve["series"]]
+    written, names = [], list(itertools.chain(*(curve["series"] for curve in curves)))
     for curve in curves:
-        points = sorted({point for values in curve["series"].values() for point in values})
+        points = sorted(set().union(*curve["series"].values()))
+        series = {}
+        for name, values in curve["series"].items():
+            series[name] = [values.get(point) for point in points]
         line_chart(
             folder / f"{curve['file']}.png",
             title=curve["title"],
             horizontal=curve["horizontal"],
             unit=curve["unit"],
             points=points,
-            series={
-                name: [values.get(point) for point in points]
-                for name, values in curve["series"].items()
-            },
+            series=series,
             among=names,
         )
         written.append(folder / f"{curve['file']}.png")

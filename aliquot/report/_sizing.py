@@ -216,6 +216,13 @@ class ClusterOption:
             return None
         return self.price_per_hour * self.training_s / 3600
 
+    @property
+    def per_device(self) -> float | None:
+        """Tokens, or else examples, per second of each device; None without a plan."""
+        if self.plan is None or not self.plan.prediction.step_time_s:
+            return None
+        return rate(self.plan)[0] / (self.num_hosts * self.devices_per_host)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
@@ -277,6 +284,15 @@ class Sizing:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
+        sensitivity = []
+        for slower in SLOWER:
+            option = self.choice(slower)
+            named = option.cluster if option else None
+            time_s = option.training_s * slower if option and option.training_s else None
+            cost = option.cost * slower if option and option.cost is not None else None
+            sensitivity.append(
+                {"slower": slower, "choice": named, "training_s": time_s, "cost": cost}
+            )
         return {
             "model": self.model,
             "tokens": self.tokens,
@@ -288,17 +304,7 @@ class Sizing:
             "first_in_time": self.first_in_time,
             "is_complete": self.is_complete,
             "choice": chosen.cluster if (chosen := self.choice()) else None,
-            "sensitivity": [
-                {
-                    "slower": slower,
-                    "choice": option.cluster if option else None,
-                    "training_s": (
-                        option.training_s * slower if option and option.training_s else None
-                    ),
-                    "cost": option.cost * slower if option and option.cost is not None else None,
-                }
-                for slower, option in ((s, self.choice(s)) for s in SLOWER)
-            ],
+            "sensitivity": sensitivity,
             "options": [
                 {
                     "cluster": o.cluster,
@@ -308,7 +314,7 @@ class Sizing:
                     "feasible": o.plan is not None,
                     **figures(o.plan),
                     "method": _method(o.plan) if o.plan else None,
-                    "tokens_per_s_per_device": _per_device(o),
+                    "tokens_per_s_per_device": o.per_device,
                     "training_s": o.training_s,
                     "in_time": o.training_s is not None and o.training_s <= self.by_s,
                     "price_per_hour": o.price_per_hour,
@@ -516,13 +522,6 @@ def _method(plan: Plan) -> str:
 def _unit(sizing: Sizing) -> str:
     has_tokens = any(o.plan and tokens_per_step(o.plan) for o in sizing.options)
     return "tokens" if has_tokens else "examples"
-
-
-def _per_device(option: ClusterOption) -> float | None:
-    """Tokens, or else examples, per second of each device."""
-    if option.plan is None or not option.plan.prediction.step_time_s:
-        return None
-    return rate(option.plan)[0] / (option.num_hosts * option.devices_per_host)
 
 
 def _named(option: ClusterOption, currency: str = "", slower: float = 1.0) -> str:

@@ -78,10 +78,13 @@ class Column:
 def table(title: str, rows: Iterable[Any], *of: Column, narrow: bool = False) -> Group:
     """Rows of data as a table under a title."""
     shown = [column for column in of if column.shown]
+    cells = []
+    for row in rows:
+        cells.append([column.cell(row) for column in shown])
     return columns(
         title,
         [column.heading for column in shown],
-        [[column.cell(row) for column in shown] for row in rows],
+        cells,
         right=[position for position, column in enumerate(shown) if column.number],
         narrow=narrow,
     )

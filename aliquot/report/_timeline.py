@@ -62,13 +62,10 @@ class Timeline:
         by_submesh: list[list[TraceEvent]] = [[] for _ in range(self._num_submeshes)]
         for event in self._events:
             by_submesh[event.submesh].append(event)
-        lines = [
-            name
-            + " ... ".join(
-                _drawn(by_submesh[k], since, columns, column_s) for since, columns in parts
-            )
-            for k, name in enumerate(names)
-        ]
+        lines = []
+        for name, events in zip(names, by_submesh):
+            drawn = [_drawn(events, since, columns, column_s) for since, columns in parts]
+            lines.append(name + " ... ".join(drawn))
         if len(shown) < self._num_submeshes:
             lines.append(f"  and {self._num_submeshes - len(shown)} more submeshes")
         weights = f", {_WEIGHTS} gradients of weights" if self._splits_backward else ""

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..core import InputError, printable, shortened
-from ..plans import Plan, Schedule, TaskKind, Trace, TraceEvent, headline, submesh_names
+from ..plans import Plan, TaskKind, Trace, TraceEvent, headline, submesh_names
 
 if TYPE_CHECKING:
-    from ..cost import PipelineTimes, StageCosts
+    from ..cost import StageCosts
 
 
 def planned_trace(plan: Plan) -> Trace:
@@ -32,7 +32,44 @@ def planned_trace(plan: Plan) -> Trace:
     schedule = plan.tasks
     costs = _costs(plan)
     times = simulate(schedule, costs)
-    events = [*_tasks(schedule, times), *_transfers(times), *_updates(schedule, costs, times)]
+    events = []
+    for submesh, tasks in enumerate(schedule.lists):
+        for task, start, end in zip(tasks, times.start_s[submesh], times.end_s[submesh]):
+            events.append(
+                TraceEvent(
+                    kind=task.kind,
+                    lane="compute",
+                    submesh=submesh,
+                    stage=task.stage,
+                    micro_batch=task.micro_batch,
+                    start_s=float(start),
+                    end_s=float(end),
+                )
+            )
+    for sent in times.transfers:
+        events.append(
+            TraceEvent(
+                kind=sent.kind,
+                lane="transfers" if sent.kind is TaskKind.FORWARD else "transfers back",
+                submesh=sent.sender,
+                stage=sent.stage,
+                micro_batch=sent.micro_batch,
+                start_s=sent.start_s,
+                end_s=sent.end_s,
+            )
+        )
+    for stage, (start, seconds) in enumerate(zip(times.update_start_s, costs.update_s)):
+        events.append(
+            TraceEvent(
+                kind="update",
+                lane="compute",
+                submesh=schedule.submesh_of(stage),
+                stage=stage,
+                micro_batch=-1,
+                start_s=float(start),
+                end_s=float(start + seconds),
+            )
+        )
     return Trace(
         title=headline(plan),
         source="predicted",
@@ -66,52 +103,3 @@ def _costs(plan: Plan) -> StageCosts:
         working_bytes=nothing,
         overlaps_transfers=plan.overlaps_transfers,
     )
-
-
-def _tasks(schedule: Schedule, times: PipelineTimes) -> list[TraceEvent]:
-    found: list[TraceEvent] = []
-    for submesh, tasks in enumerate(schedule.lists):
-        for task, start, end in zip(tasks, times.start_s[submesh], times.end_s[submesh]):
-            found.append(
-                TraceEvent(
-                    kind=task.kind,
-                    lane="compute",
-                    submesh=submesh,
-                    stage=task.stage,
-                    micro_batch=task.micro_batch,
-                    start_s=float(start),
-                    end_s=float(end),
-                )
-            )
-    return found
-
-
-def _transfers(times: PipelineTimes) -> list[TraceEvent]:
-    return [
-        TraceEvent(
-            kind=sent.kind,
-            lane="transfers" if sent.kind is TaskKind.FORWARD else "transfers back",
-            submesh=sent.sender,
-            stage=sent.stage,
-            micro_batch=sent.micro_batch,
-            start_s=sent.start_s,
-            end_s=sent.end_s,
-        )
-        for sent in times.transfers
-    ]
-
-
-def _updates(schedule: Schedule, costs: StageCosts, times: PipelineTimes) -> list[TraceEvent]:
-    """The updates of all stages."""
-    return [
-        TraceEvent(
-            kind="update",
-            lane="compute",
-            submesh=schedule.submesh_of(stage),
-            stage=stage,
-            micro_batch=-1,
-            start_s=float(start),
-            end_s=float(start + seconds),
-        )
-        for stage, (start, seconds) in enumerate(zip(times.update_start_s, costs.update_s))
-    ]

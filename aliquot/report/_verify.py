@@ -22,27 +22,20 @@ def verification(figures: Mapping[str, Any]) -> Group:
     Args:
         figures: as `aliquot.verification.Verification.to_dict` gives them.
     """
-    parts: list[RenderableType] = [Text(_headline(figures), style="bold")]
+    verdict = "Fits" if figures["fits"] else "Does not fit"
+    said = f"{verdict}: compiled for {figures['num_devices']} x {figures['target']}."
+    parts: list[RenderableType] = [Text(said, style="bold")]
     for index, stage in enumerate(figures["stages"]):
         if len(figures["stages"]) > 1:
             if index == 0 and len(figures["submesh_bytes"]) < len(figures["stages"]):
-                parts.append(Facts([("devices", _shared(figures))]))
+                needed = ", ".join(map(format_bytes, figures["submesh_bytes"]))
+                said = f"stages share them; all that are there together need {needed}"
+                parts.append(Facts([("devices", said)]))
             parts += [Text(""), Text(f"Stage {index}", style="bold")]
         parts += [Facts(_facts(figures, stage)), Text(""), *_tables(stage)]
     if figures["remarks"]:
         parts += [Text(""), *(Text(remark) for remark in figures["remarks"])]
     return Group(*parts)
-
-
-def _headline(figures: Mapping[str, Any]) -> str:
-    verdict = "Fits" if figures["fits"] else "Does not fit"
-    return f"{verdict}: compiled for {figures['num_devices']} x {figures['target']}."
-
-
-def _shared(figures: Mapping[str, Any]) -> str:
-    """A line on the memory of submeshes that several stages share."""
-    needed = ", ".join(format_bytes(num_bytes) for num_bytes in figures["submesh_bytes"])
-    return f"stages share them; all that are there together need {needed}"
 
 
 def _facts(figures: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -160,12 +153,10 @@ def _memory_rows(
     left.append(("(arguments)", predicted["arguments"]))
     right = _held_rows(compiled) if "residuals" in compiled else _buffer_rows(compiled)
     count = max(len(left), len(right))
-    shown = [
-        [(name_of_part(name), format_bytes(value)) for name, value in side]
-        for side in (left, right)
-    ]
-    for side in shown:
-        side += [("", "")] * (count - len(side))
+    shown = []
+    for side in (left, right):
+        said = [(name_of_part(name), format_bytes(value)) for name, value in side]
+        shown.append([*said, *[("", "")] * (count - len(side))])
     return [(*a, *b) for a, b in zip(*shown, strict=True)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -161,7 +162,17 @@ def check_step(graph: Graph, results: Sequence[Any], arguments: Sequence[Any]) -
     that changes is one of rounding.
     """
     wanted = plain_results(graph, arguments)
-    found = compare([o.path for o in graph.outputs], results, wanted, _coarsest(graph))
+    arrays = [value for value in graph.values if value.jax_dtype is None]
+    kinds = {str(value.dtype) for value in arrays if jnp.issubdtype(value.dtype, jnp.floating)}
+    settings: Any = jax.config
+    if "float32" in kinds and settings.jax_default_matmul_precision is None:
+        kinds |= {_PRODUCTS.get(jax.default_backend(), "float32")}
+    found = compare(
+        [o.path for o in graph.outputs],
+        results,
+        wanted,
+        max(kinds, key=lambda kind: (_epsilon(kind), kind), default="float32"),
+    )
     if found.is_equal:
         return found
     checked = found
@@ -199,16 +210,6 @@ def _tolerance(rounding: str) -> float:
 def _epsilon(rounding: str) -> float:
     kind: Any = jnp.finfo  # Without types in JAX.
     return float(kind("float16" if rounding == TF32 else rounding).eps)
-
-
-def _coarsest(graph: Graph) -> str:
-    """The number format of a step's floats that rounds most."""
-    arrays = [value for value in graph.values if value.jax_dtype is None]
-    kinds = {str(value.dtype) for value in arrays if jnp.issubdtype(value.dtype, jnp.floating)}
-    settings: Any = jax.config
-    if "float32" in kinds and settings.jax_default_matmul_precision is None:
-        kinds |= {_PRODUCTS.get(jax.default_backend(), "float32")}
-    return max(kinds, key=lambda kind: (_epsilon(kind), kind), default="float32")
 
 
 def _rounded_otherwise(leaf: Any, rounding: str, random: np.random.Generator) -> Any:
@@ -249,7 +250,7 @@ def check_numbers(graph: Graph, results: Sequence[Any]) -> None:
 def _local_blocks(array: Any) -> list[Any]:
     """The parts of an array that this process holds."""
     if isinstance(array, PiecedArray):
-        return [block for piece in array.pieces for block in _local_blocks(piece)]
+        return list(itertools.chain.from_iterable(map(_local_blocks, array.pieces)))
     if isinstance(array, jax.Array):
         return [np.asarray(shard.data) for shard in array.addressable_shards]
     return [array]

@@ -103,13 +103,11 @@ def _create(
     stacks = _stacks(run, arrays, wanted)
     arrays_made: dict[tuple[int, Rows], Any] = {}
     # One program for each mesh, so that no array crosses between meshes.
-    for mesh in dict.fromkeys(rows.sharding.mesh for place in wanted for rows in place):
-        on_mesh = [
-            (k, rows)
-            for k, place in enumerate(wanted)
-            for rows in place
-            if rows.sharding.mesh == mesh
-        ]
+    by_mesh: dict[Any, list[tuple[int, Rows]]] = {}
+    for k, place in enumerate(wanted):
+        for rows in place:
+            by_mesh.setdefault(rows.sharding.mesh, []).append((k, rows))
+    for mesh, on_mesh in by_mesh.items():
         if not mesh.local_devices:
             # Other processes make these arrays; stubs without data stand in for them here.
             for k, rows in on_mesh:
@@ -126,13 +124,16 @@ def _create(
             ]
 
         whole = NamedSharding(mesh, PartitionSpec())
-        replicated = [_replicate(array, whole) for array in arrays]
+        replicated = [
+            jax.device_put(array, whole) if whole.is_fully_addressable else array
+            for array in arrays
+        ]
         created = jax.jit(part, out_shardings=[rows.sharding for _, rows in on_mesh])(*replicated)
         arrays_made |= zip(on_mesh, created, strict=True)
-    return _rebuild(
-        kept,
-        [joined([arrays_made[k, rows] for rows in place], place) for k, place in enumerate(wanted)],
-    )
+    results = []
+    for k, place in enumerate(wanted):
+        results.append(joined([arrays_made[k, rows] for rows in place], place))
+    return _rebuild(kept, results)
 
 
 _Stacks: TypeAlias = Sequence[tuple[Sequence[int], SplitGraph]]
@@ -173,12 +174,6 @@ def _pieces(stacks: _Stacks, arrays: Sequence[Any]) -> dict[tuple[int, int], Any
         for k, pieces in zip(positions, split.split.outputs, strict=True):
             rows_made.update({(k, piece.start): results[piece.position] for piece in pieces})
     return rows_made
-
-
-def _replicate(array: Any, whole: NamedSharding) -> Any:
-    # A program over several processes accepts only host arrays and uncommitted arrays, and places
-    # them itself.
-    return jax.device_put(array, whole) if whole.is_fully_addressable else array
 
 
 def _is_array(leaf: Any) -> bool:

@@ -94,8 +94,11 @@ class PipelineRunner(AbstractRunner):
 
     def input_homes(self) -> list[tuple[NamedSharding, ...]]:
         """The shardings of each input; of one in pieces, those of the first piece."""
-        homes = [self._places[pieces[0].position].values() for pieces in self._inputs]
-        return [tuple(home for _, home in each) or (self._anywhere(),) for each in homes]
+        homes = []
+        for pieces in self._inputs:
+            places = self._places[pieces[0].position].values()
+            homes.append(tuple(home for _, home in places) or (self._anywhere(),))
+        return homes
 
     def _homes(self) -> list[NamedSharding]:
         return [

@@ -95,10 +95,12 @@ class AbstractRunner(abc.ABC):
 
 def interface_of(graph: Graph) -> tuple[ArrayInterface, ...]:
     """A step's inputs in the form in which plans store them."""
-    return tuple(
-        ArrayInterface(
-            path=i.path, shape=v.shape, dtype=v.dtype, role=i.role.value, memory=v.memory.value
+    found = []
+    for i in graph.inputs:
+        v, role = graph.values[i.value], i.role.value
+        found.append(
+            ArrayInterface(
+                path=i.path, shape=v.shape, dtype=v.dtype, role=role, memory=v.memory.value
+            )
         )
-        for i in graph.inputs
-        for v in [graph.values[i.value]]
-    )
+    return tuple(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -49,9 +50,8 @@ class SameCalls:
         number = self._number
         self._number += 1
         # Processes may round differently what they compute alike, so results are not compared.
-        made = (
-            {id(array()) for arrays in _made.values() for array in arrays} if number == 0 else set()
-        )
+        known = itertools.chain.from_iterable(_made.values() if number == 0 else ())
+        made = {id(array()) for array in known}
         given = {}
         for leaf, (path, role, shape, dtype, home) in zip(leaves, self._inputs, strict=True):
             if id(leaf) in made:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import warnings
@@ -156,7 +157,7 @@ class Step:
         # Processes with different plans would place different pieces, and the first collective
         # would hang; those with other functions, keys or settings would make another state.
         shared = self._plan is not None and spans_processes(
-            [d for mesh in self.meshes for d in mesh.devices.flat]
+            itertools.chain.from_iterable(mesh.devices.flat for mesh in self.meshes)
         )
         inputs = self._interface()
         state = init_state(

@@ -7,6 +7,7 @@ Reference: G. Liu et al., "Aceso: Efficient Parallel DNN Training through Iterat
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -224,36 +225,39 @@ def _cost_of_faults(problem: SearchProblem, winner: Configuration) -> list[dict[
 def _draw_family(
     results: Results, published: PublishedTables, family: str, found: Mapping[str, dict[str, Any]]
 ) -> None:
-    throughput = published.table(f"e2e_norm_thpt_large_{family}")
-    if throughput:
-        sizes = [size for size in found if any(row.get(size) for row in throughput.values())]
-        series = _columns(throughput, sizes)
-        series[_PREDICTED] = [_over_megatron(found[size]) for size in sizes]
-        _bars(
-            results,
-            f"figure7_{family}",
-            f"{PAPER_TITLES[family]}: throughput, Megatron-LM's best grid point = 1",
+    for figure, table, ours, label, unit, figure_of, note in (
+        (
+            7,
+            published.table(f"e2e_norm_thpt_large_{family}"),
+            _PREDICTED,
+            "throughput, Megatron-LM's best grid point = 1",
             "relative throughput",
-            sizes,
-            series,
+            _over_megatron,
             "Published measurements; ours is the ratio of the times that Aceso's performance model"
             " predicts for Megatron-LM's best grid point and for our configuration.",
-        )
-    cost = published.table(f"search_cost_large_{family}")
-    if cost:
-        sizes = [size for size in found if any(row.get(size) for row in cost.values())]
-        series = _columns(cost, sizes)
-        series[_OURS] = [found[size]["search_s"] for size in sizes]
-        _bars(
-            results,
-            f"figure8_{family}",
-            f"{PAPER_TITLES[family]}: search",
+        ),
+        (
+            8,
+            published.table(f"search_cost_large_{family}"),
+            _OURS,
+            "search",
             "seconds",
-            sizes,
-            series,
+            operator.itemgetter("search_s"),
             "Published wall times of the searches beside ours on this machine.",
-            logarithmic=True,
-        )
+        ),
+    ):
+        if not table:
+            continue
+        known = set[str]()
+        for row in table.values():
+            known |= {size for size, value in row.items() if value}
+        sizes = [size for size in found if size in known]
+        series = _columns(table, sizes)
+        series[ours] = [figure_of(found[size]) for size in sizes]
+        name, title = f"figure{figure}_{family}", f"{PAPER_TITLES[family]}: {label}"
+        groups = [size.replace("_", ".") for size in sizes]
+        results.bars(name, title, unit, groups, series, logarithmic=figure == 8)
+        results.table(name, title, _transposed("model", groups, series), note)
 
 
 def _over_megatron(row: Mapping[str, Any]) -> float | None:
@@ -307,41 +311,27 @@ def _tabulate_faults(
     results: Results, cases: Mapping[str, dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
     found = {name: row["faults"] for name, row in cases.items()}
+    table = []
+    for name, rows in found.items():
+        for each in rows:
+            table.append(
+                {
+                    "model": name,
+                    "fault mended": each["fault"],
+                    "that configuration, ms": each["winner_ms"],
+                    "fits": "" if each["winner_fits"] else "no",
+                    "the best then, ms": each["best_ms"],
+                    "the fault costs": None if each["cost"] is None else f"{each['cost']:+.2%}",
+                }
+            )
     results.table(
         "faults",
         "What each fault of Aceso's performance model costs",
-        [
-            {
-                "model": name,
-                "fault mended": each["fault"],
-                "that configuration, ms": each["winner_ms"],
-                "fits": "" if each["winner_fits"] else "no",
-                "the best then, ms": each["best_ms"],
-                "the fault costs": None if each["cost"] is None else f"{each['cost']:+.2%}",
-            }
-            for name, rows in found.items()
-            for each in rows
-        ],
+        table,
         "The configuration that wins with all faults, judged with one of them mended, beside the"
         " one that wins then.",
     )
     return found
-
-
-def _bars(
-    results: Results,
-    name: str,
-    title: str,
-    unit: str,
-    sizes: Sequence[str],
-    series: Mapping[str, Sequence[float | None]],
-    note: str,
-    *,
-    logarithmic: bool = False,
-) -> None:
-    groups = [size.replace("_", ".") for size in sizes]
-    results.bars(name, title, unit, groups, series, logarithmic=logarithmic)
-    results.table(name, title, _transposed("model", groups, series), note)
 
 
 def _draw_layers(
@@ -401,7 +391,10 @@ def _draw_layers(
 def _columns(
     table: Mapping[str, Mapping[str, float]], sizes: Sequence[str]
 ) -> dict[str, list[float | None]]:
-    return {name: [row.get(size) or None for size in sizes] for name, row in table.items()}
+    found = {}
+    for name, row in table.items():
+        found[name] = [row.get(size) or None for size in sizes]
+    return found
 
 
 def _transposed(

@@ -239,12 +239,11 @@ def cfp_step(
     layers = build_layers(case.model, case.global_batch, overrides=settings)
     graph = capture(layers.train_step, layers.state, layers.batch)
     problem = make_problem(graph, cluster)
-    flops = sum(
-        work.flops
-        for node, works in zip(problem.nodes.nodes, problem.work, strict=True)
-        for work in works
-        if node.kind == "product"
-    )
+    flops = 0.0
+    for node, works in zip(problem.nodes.nodes, problem.work, strict=True):
+        if node.kind == "product":
+            for work in works:
+                flops += work.flops
     config: Any = configure(case.model, **settings)
     # The artifact counts no products of two activations in attention: two forward, four backward.
     attention = case.num_layers * config.num_heads * config.head_dim * config.seq_len**2

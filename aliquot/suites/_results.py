@@ -118,17 +118,19 @@ class Results:
         from ..report import columns
 
         heads = shown or tuple(rows[0])
-        cells = [[_shown(row[head]) for head in heads] for row in rows]
-        numbers = [k for k, head in enumerate(heads) if any(_is_number(row[head]) for row in rows)]
+        cells, numbers = [], set()
+        for row in rows:
+            cells.append([_shown(row[head]) for head in heads])
+            numbers |= {k for k, head in enumerate(heads) if isinstance(row[head], int | float)}
         self._show(columns(title, heads, cells, right=numbers, narrow=True))
         if self.folder is None:
             return
         file = f"{name}.tsv" if tabs else f"{name}.csv"
         write_atomic(self.folder / file, as_table(rows, "\t" if tabs else ","))
         header = "".join(f"<th>{escape(head)}</th>" for head in heads)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells
-        )
+        body = ""
+        for texts in cells:
+            body += "<tr>" + "".join(f"<td>{escape(text)}</td>" for text in texts) + "</tr>"
         drawn = (self.folder / f"{name}.png").exists()
         picture = f'<img src="{name}.png" alt="{escape(title)}">' if drawn else ""
         self._sections.append(
@@ -153,10 +155,6 @@ def as_table(rows: Sequence[Mapping[str, Any]], separator: str) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 def _shown(value: Any) -> str:

@@ -107,7 +107,18 @@ def row_of(case: Case, plan_of: str, *, outcome: str, **known: Any) -> Row:
         for seconds, tflops in (("predicted_s", "predicted_tflops"), ("mean_s", "tflops")):
             if filled.get(seconds):
                 filled[tflops] = work / filled[seconds]
-        filled |= _published(case, work, filled.get("predicted_s"))
+        predicted_s = filled.get("predicted_s")
+        published_s, published_tflops = case.published_s, case.published_tflops
+        if published_tflops:
+            published_s = published_s or work / published_tflops
+        elif published_s:
+            published_tflops = work / published_s
+        ratio = predicted_s / published_s if predicted_s and published_s else None
+        filled |= {
+            "published_s": published_s,
+            "published_tflops": published_tflops,
+            "predicted_to_published": ratio,
+        }
     sizes = ", ".join(f"{name}={value}" for name, value in case.overrides.items())
     return Row(
         type=case.suite.partition(".")[0],
@@ -122,16 +133,6 @@ def row_of(case: Case, plan_of: str, *, outcome: str, **known: Any) -> Row:
     )
 
 
-def _published(case: Case, work: float, predicted_s: float | None) -> dict[str, Any]:
-    seconds, tflops = case.published_s, case.published_tflops
-    if tflops:
-        seconds = seconds or work / tflops
-    elif seconds:
-        tflops = work / seconds
-    ratio = predicted_s / seconds if predicted_s and seconds else None
-    return {"published_s": seconds, "published_tflops": tflops, "predicted_to_published": ratio}
-
-
 def layout_text(plan: Plan) -> str:
     """Stages and meshes in a few words: `1f1b, 2 x (2x4)`."""
     meshes = ["x".join(map(str, stage.mesh_shape)) for stage in plan.stages]
@@ -143,12 +144,19 @@ def layout_text(plan: Plan) -> str:
 
 def as_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows by their headings."""
-    return [{head: getattr(row, name) for name, head in HEADINGS.items()} for row in rows]
+    cells = []
+    for row in rows:
+        cells.append({head: getattr(row, name) for name, head in HEADINGS.items()})
+    return cells
 
 
 def shown_columns(rows: Sequence[Row]) -> list[str]:
     """The columns in which some row has a value, in order."""
-    return [name for name in HEADINGS if any(getattr(r, name) not in (None, "") for r in rows)]
+    found = []
+    for name in HEADINGS:
+        if any(getattr(row, name) not in (None, "") for row in rows):
+            found.append(name)
+    return found
 
 
 def throughput_series(rows: Sequence[Row]) -> tuple[list[int], dict[str, list[float | None]]]:
@@ -165,20 +173,13 @@ def throughput_series(rows: Sequence[Row]) -> tuple[list[int], dict[str, list[fl
     }
     series = {}
     for title, (plan_of, name) in kinds.items():
-        values = [
-            max(
-                (
-                    getattr(row, name) * point
-                    for row in rows
-                    if row.num_devices == point
-                    and plan_of in (None, row.plan_of)
-                    and getattr(row, name)
-                    and row.outcome in ("predicted", "measured")
-                ),
-                default=None,
-            )
-            for point in points
-        ]
-        if any(values):
-            series[title] = values
+        highest: dict[int, float] = {}
+        for row in rows:
+            of_each = getattr(row, name)
+            counts = plan_of in (None, row.plan_of) and row.outcome in ("predicted", "measured")
+            if counts and of_each:
+                point = row.num_devices
+                highest[point] = max(highest.get(point, 0.0), of_each * point)
+        if highest:
+            series[title] = [highest.get(point) for point in points]
     return points, series

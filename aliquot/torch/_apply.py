@@ -5,8 +5,9 @@ others.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,10 +101,7 @@ def apply(plan: Plan, module: torch.nn.Module, mesh: DeviceMesh | None = None) -
             _of_whole_batch(child, made)
     if tensor_axes:
         _distribute(module, specs, tensor_axes, made[tensor_names])
-    shard_dims = {
-        name: next((d for d, axes in enumerate(spec or ()) if {*axes} & {*shard_axes}), 0)
-        for name, spec in specs.items()
-    }
+    shard_dims = {name: _dim_over(spec, shard_axes) or 0 for name, spec in specs.items()}
     if plan.model.settings.get("recompute") == "block":
         for block in blocks(module).values():
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -121,6 +119,11 @@ def _spec(
     return _spec(shardings, "buffers", name) if part == "params" else None
 
 
+def _dim_over(spec: Sequence[Sequence[str]] | None, some: Collection[str]) -> int | None:
+    """The first dim that is split over some axes."""
+    return next((d for d, axes in enumerate(spec or ()) if not {*some}.isdisjoint(axes)), None)
+
+
 def _batch_axes(plan: Plan) -> tuple[str, ...]:
     """The axes that split the rows of any array of the batch."""
     (stage,) = plan.stages
@@ -129,7 +132,7 @@ def _batch_axes(plan: Plan) -> tuple[str, ...]:
         for item in plan.inputs
         if item.path.startswith("batch") and item.shape
     ]
-    return tuple(axis for axis in stage.axis_names if any(axis in axes for axes in rows))
+    return tuple(axis for axis in stage.axis_names if axis in itertools.chain(*rows))
 
 
 def _shard_axes(
@@ -141,16 +144,15 @@ def _shard_axes(
     """The batch's axes over which most of the parameters are split, or else of the optimizer's
     state, as in stage 2 of ZeRO: then parameters stay gathered.
     """
-
-    specs_of_state = [{name: _spec(shardings, state, name) for name in named} for state in _STATES]
-    for part in (specs, *specs_of_state):
+    for state in (None, *_STATES):
         sizes: dict[tuple[str, ...], int] = {}
         for name, parameter in named.items():
-            used = {axis for axes in part[name] or () for axis in axes}
+            spec = specs[name] if state is None else _spec(shardings, state, name)
+            used = set(itertools.chain(*(spec or ())))
             key = tuple(a for a in batch_axes if a in used)
             sizes[key] = sizes.get(key, 0) + parameter.numel()
         if axes := max(sizes, key=lambda key: sizes[key]):
-            return axes, part is not specs
+            return axes, state is not None
     return (), False
 
 
@@ -191,9 +193,9 @@ def _distribute(
         split = False
         for key, parameter in list(owner._parameters.items()):
             spec = None if parameter is None else specs[names[id(parameter)]]
-            if not any(axis in on for on in spec or () for axis in axes):
+            if _dim_over(spec, axes) is None:
                 continue
-            dims = [next((d for d, on in enumerate(spec or ()) if a in on), None) for a in axes]
+            dims = [_dim_over(spec, (axis,)) for axis in axes]
             placements = [Replicate() if d is None else Shard(d) for d in dims]
             if id(parameter) not in made:
                 made[id(parameter)] = torch.nn.Parameter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -102,7 +103,7 @@ def compiled_figures(verified: Verification) -> CompiledFigures:
             "temporaries": float(c.temp_bytes),
             "aliases": float(c.alias_bytes),
         },
-        unintended=tuple(str(each) for stage in verified.stages for each in stage.unintended),
+        unintended=tuple(map(str, itertools.chain(*(s.unintended for s in verified.stages)))),
         compile_s=sum(stage.compiled.compile_s for stage in verified.stages),
     )
 

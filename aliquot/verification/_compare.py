@@ -110,17 +110,18 @@ def unintended_collectives(
                 head = paths[position] if position < len(paths) else head
             by_cause.setdefault((*key, (f"{head}, and {rest}" if rest else head)), []).append(each)
             excess -= each.num_bytes
-    summed = [
-        UnintendedCollective(
-            kind=kind,
-            axes=axes,
-            count=sum(each.count for each in members),
-            num_bytes=sum(each.num_bytes for each in members),
-            dtype=members[0].dtype,
-            cause=cause,
+    summed = []
+    for (kind, axes, cause), members in by_cause.items():
+        summed.append(
+            UnintendedCollective(
+                kind=kind,
+                axes=axes,
+                count=sum(each.count for each in members),
+                num_bytes=sum(each.num_bytes for each in members),
+                dtype=members[0].dtype,
+                cause=cause,
+            )
         )
-        for (kind, axes, cause), members in by_cause.items()
-    ]
     return tuple(
         sorted(summed, key=lambda each: (-each.num_bytes, each.kind, each.axes, each.cause))
     )

@@ -139,7 +139,16 @@ class Compiler:
         """
         target = self._target
         topology = target.topology(program.num_devices, devices_per_host)
-        key = _key(program, target, topology, self._environment)
+        parts = [
+            _FORMAT,
+            *map(version_of, ("jax", "jaxlib", "aliquot")),
+            program.fingerprint,
+            target.platform,
+            target.description,
+            topology,
+            self._environment["XLA_FLAGS"],
+        ]
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         what = f"compiling {name} for {program.num_devices} x {target.name}".replace("  ", " ")
         kept = read_answer(self._folder, key)
         if kept is not None:
@@ -179,21 +188,6 @@ def _environment(target: CompileTarget, num_devices: int) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": paths,
     }
-
-
-def _key(
-    program: PortableProgram, target: CompileTarget, topology: str, environment: Mapping[str, str]
-) -> str:
-    parts = [
-        _FORMAT,
-        *map(version_of, ("jax", "jaxlib", "aliquot")),
-        program.fingerprint,
-        target.platform,
-        target.description,
-        topology,
-        environment["XLA_FLAGS"],
-    ]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _compiled(

@@ -5,7 +5,7 @@ devices, and equal ones once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from ..runtime import (
 from ._compare import compare_collectives, unintended_collectives
 from ._compile import CompiledProgram, Compiler
 from ._process import Progress
-from ._program import PortableProgram, portable_stage
+from ._program import portable_stage
 from ._targets import CompileTarget, resolve_target
 from ._text import INPUT
 from ._verify import ProgramVerification, StageVerification, Verification, remarks_on
@@ -137,7 +137,15 @@ def _compile_all(
             continue
         stage = plan.stages[export.stage]
         per_host = _devices_per_host(stage, cluster.devices_per_host)
-        program = _with_splits(portable_stage(export, stage, target.platform), export, verified)
+        program = portable_stage(export, stage, target.platform)
+        dims = list(program.in_dims)
+        for position, source in enumerate(export.sources):
+            if source is not None:
+                producer, output = source
+                # The split of results of a program that was refused stays open.
+                chosen = verified[producer].compiled.out_dims
+                dims[position] = chosen[output] if chosen else None
+        program = replace(program, in_dims=tuple(dims))
         same = known.get((program.fingerprint, per_host))
         if same is None:
             compiled = compiler.compile(program, devices_per_host=per_host, name=export.name)
@@ -148,19 +156,6 @@ def _compile_all(
         else:
             verified.append(replace(same, name=export.name, runs=export.runs, same_as=same.name))
     return verified
-
-
-def _with_splits(
-    program: PortableProgram, export: StageExport, earlier: Sequence[ProgramVerification]
-) -> PortableProgram:
-    dims = list(program.in_dims)
-    for position, source in enumerate(export.sources):
-        if source is not None:
-            producer, output = source
-            # Nothing is known of the results of a program that was refused: their split stays open.
-            chosen = earlier[producer].compiled.out_dims
-            dims[position] = chosen[output] if chosen else None
-    return replace(program, in_dims=tuple(dims))
 
 
 def _devices_per_host(stage: StagePlan, per_host: int) -> int:
@@ -191,6 +186,9 @@ def _stage(
     refused = [p.compiled for p in programs if p.compiled.refusal]
     here = [each for each in inputs if each.path in stage.shardings]
     sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
+    arguments, temporaries = memory.parts["arguments"], memory.parts["temporaries"]
+    # Seconds of a program that was compiled once for several stages count once.
+    compiled_programs = [p.compiled for p in programs if not p.same_as]
     return StageVerification(
         predicted_bytes=predicted.peak_memory_bytes,
         predicted_parts=dict(predicted.memory_bytes),
@@ -198,39 +196,26 @@ def _stage(
         argument_bytes=sum(
             group.local_bytes for group in grouped_arrays(here, stage, stage.shardings)
         ),
-        compiled=_together(programs, memory, used, refused),
+        compiled=CompiledProgram(
+            target=programs[0].compiled.target,
+            argument_bytes=arguments,
+            output_bytes=memory.peak_bytes - arguments - temporaries,
+            temp_bytes=temporaries,
+            needed_bytes=max((c.needed_bytes or 0.0 for c in refused), default=None),
+            collectives=tuple(used),
+            cycles=sum(p.runs * p.compiled.cycles for p in programs),
+            modelled_compute_s=sum(p.runs * p.compiled.modelled_compute_s for p in programs),
+            unpriced_calls=sum(p.runs * p.compiled.unpriced_calls for p in programs),
+            compile_s=sum(c.compile_s for c in compiled_programs),
+            refusal=refused[0].refusal if refused else "",
+            cached=all(c.cached for c in compiled_programs),
+        ),
         collectives=compare_collectives(predicted.collectives, used) if not refused else (),
         unintended=(
             unintended_collectives(predicted.collectives, used, (), sizes) if not refused else ()
         ),
         held={kind: float(num_bytes) for kind, num_bytes in memory.parts.items()},
         programs=tuple(programs),
-    )
-
-
-def _together(
-    programs: Sequence[ProgramVerification],
-    memory: StageMemory,
-    used: Sequence[CompiledCollective],
-    refused: Sequence[CompiledProgram],
-) -> CompiledProgram:
-    """The programs of a stage as one account, at the moment when its devices hold most."""
-    arguments, temporaries = memory.parts["arguments"], memory.parts["temporaries"]
-    # Seconds of a program that was compiled once for several stages count once.
-    compiled_programs = [p.compiled for p in programs if not p.same_as]
-    return CompiledProgram(
-        target=programs[0].compiled.target,
-        argument_bytes=arguments,
-        output_bytes=memory.peak_bytes - arguments - temporaries,
-        temp_bytes=temporaries,
-        needed_bytes=max((c.needed_bytes or 0.0 for c in refused), default=None),
-        collectives=tuple(used),
-        cycles=sum(p.runs * p.compiled.cycles for p in programs),
-        modelled_compute_s=sum(p.runs * p.compiled.modelled_compute_s for p in programs),
-        unpriced_calls=sum(p.runs * p.compiled.unpriced_calls for p in programs),
-        compile_s=sum(c.compile_s for c in compiled_programs),
-        refusal=refused[0].refusal if refused else "",
-        cached=all(c.cached for c in compiled_programs),
     )
 
 
@@ -241,14 +226,10 @@ def _collectives(
     for export, program in zip(exports, programs, strict=True):
         names = {f"{INPUT}{position}": path for position, path in enumerate(export.paths)}
         for each in program.compiled.collectives:
+            head, comma, rest = each.label.partition(", and ")
             yield replace(
                 each,
                 count=each.count * program.runs,
                 num_bytes=each.num_bytes * program.runs,
-                label=_named(each.label, names),
+                label=f"{names.get(head, head)}{comma}{rest}",
             )
-
-
-def _named(label: str, names: Mapping[str, str]) -> str:
-    head, comma, rest = label.partition(", and ")
-    return f"{names.get(head, head)}{comma}{rest}"

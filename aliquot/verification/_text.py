@@ -165,9 +165,11 @@ def _phase(op_name: str) -> str:
 
 
 def _texts(rows: Sequence[str]) -> dict[int, str]:
-    return {
-        int(number): text.strip('"') for number, _, text in (row.partition(" ") for row in rows)
-    }
+    found = {}
+    for row in rows:
+        number, _, text = row.partition(" ")
+        found[int(number)] = text.strip('"')
+    return found
 
 
 def _numbers(rows: Sequence[str]) -> Iterator[tuple[int, dict[str, int]]]:

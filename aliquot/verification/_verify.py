@@ -11,7 +11,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..core import format_bytes, format_seconds
 from ..cost import PlannedStep, attention_s
-from ..plans import DEVICE_MEMORY, Plan, StagePlan, grouped_arrays
+from ..plans import DEVICE_MEMORY, grouped_arrays
 from ._compare import (
     CollectiveComparison,
     UnintendedCollective,
@@ -217,6 +217,12 @@ def verify_program(
         tell("exporting the program")
         program = portable_program(step, chosen.platform)
         compiled = compiler.compile(program, devices_per_host=cluster.devices_per_host)
+    uses = plan.prediction.collectives
+    paths = [each.path for each in plan.inputs]
+    here = [array for array in plan.inputs if array.memory == DEVICE_MEMORY]
+    arguments = grouped_arrays(here, stage, stage.shardings)
+    # A program that was refused has no text.
+    collectives = () if compiled.refusal else compiled.collectives
     return Verification(
         target=chosen,
         num_devices=program.num_devices,
@@ -224,33 +230,23 @@ def verify_program(
         predicted_step_time_s=plan.prediction.step_time_s,
         predicted_compute_s=plan.prediction.compute_s,
         predicted_attention_s=attention_s(step) if compiled.unpriced_calls else 0.0,
-        stages=(_stage(plan, stage, compiled),),
+        stages=(
+            StageVerification(
+                predicted_bytes=plan.prediction.peak_memory_bytes,
+                predicted_parts=dict(plan.prediction.memory_bytes),
+                predicted_host_bytes=sum(plan.prediction.host_memory_bytes.values()),
+                argument_bytes=sum(group.local_bytes for group in arguments),
+                compiled=compiled,
+                collectives=compare_collectives(uses, collectives) if not compiled.refusal else (),
+                unintended=unintended_collectives(
+                    uses,
+                    collectives,
+                    paths,
+                    dict(zip(stage.axis_names, stage.mesh_shape, strict=True)),
+                ),
+            ),
+        ),
         remarks=remarks_on(cluster, chosen, [compiled]),
-    )
-
-
-def _stage(plan: Plan, stage: StagePlan, compiled: CompiledProgram) -> StageVerification:
-    uses = plan.prediction.collectives
-    paths = [each.path for each in plan.inputs]
-    # A program that was refused has no text.
-    collectives = () if compiled.refusal else compiled.collectives
-    return StageVerification(
-        predicted_bytes=plan.prediction.peak_memory_bytes,
-        predicted_parts=dict(plan.prediction.memory_bytes),
-        predicted_host_bytes=sum(plan.prediction.host_memory_bytes.values()),
-        argument_bytes=sum(
-            group.local_bytes
-            for group in grouped_arrays(
-                [array for array in plan.inputs if array.memory == DEVICE_MEMORY],
-                stage,
-                stage.shardings,
-            )
-        ),
-        compiled=compiled,
-        collectives=compare_collectives(uses, collectives) if not compiled.refusal else (),
-        unintended=unintended_collectives(
-            uses, collectives, paths, dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
-        ),
     )
 
 

@@ -26,7 +26,35 @@ def require_compiler(target: CompileTarget) -> Mapping[str, str]:
         CompilerMissingError: it is not there; the message is the command that installs it.
     """
     if target.kind == "gpu":
-        return _require_gpu(target)
+        jax_version = version("jax")
+        fitting = (
+            f"jax-cuda12-plugin=={jax_version} jax-cuda12-pjrt=={jax_version} nvidia-cuda-nvcc-cu12"
+        )
+        versions = {name: _version(name) for name in _GPU_PACKAGES}
+        missing = [name for name, number in versions.items() if number is None]
+        if missing:
+            raise _missing(target, ", ".join(missing), "verify-gpu", f"--no-deps {fitting}")
+        wrong = [
+            f"{name} {versions[name]}"
+            for name in _GPU_PACKAGES[:2]
+            if versions[name] != jax_version
+        ]
+        if wrong:
+            raise CompilerMissingError(
+                f"the compiler for {target.name} is {' and '.join(wrong)}, and JAX is"
+                f" {jax_version}: they must be the same release.\n  Run: pip install --no-deps"
+                f" {fitting}"
+            )
+        folder = _cuda_folder()
+        if folder is None:
+            raise _missing(
+                target,
+                "the assembler of nvidia-cuda-nvcc-cu12",
+                "verify-gpu",
+                f"--no-deps {fitting}",
+            )
+        flags = _UNTUNED | (_MODELLED if target.name in _WITH_TABLES else {})
+        return {"XLA_FLAGS": with_xla_flags(f"--xla_gpu_cuda_data_dir={folder}", flags)}
     if target.kind == "tpu":
         if importlib.util.find_spec("libtpu") is None:
             raise _missing(target, "libtpu", "verify-tpu", f"'jax[tpu]=={version('jax')}'")
@@ -43,32 +71,6 @@ _UNTUNED = {"--xla_gpu_enable_triton_gemm": "false"}
 # measured products, and ends the compilation for other GPUs.
 _MODELLED = {"--xla_gpu_collect_cost_model_stats": "true"}
 _WITH_TABLES = ("H100", "H200", "B200")
-
-
-def _require_gpu(target: CompileTarget) -> Mapping[str, str]:
-    jax_version = version("jax")
-    fitting = (
-        f"jax-cuda12-plugin=={jax_version} jax-cuda12-pjrt=={jax_version} nvidia-cuda-nvcc-cu12"
-    )
-    versions = {name: _version(name) for name in _GPU_PACKAGES}
-    missing = [name for name, number in versions.items() if number is None]
-    if missing:
-        raise _missing(target, ", ".join(missing), "verify-gpu", f"--no-deps {fitting}")
-    wrong = [
-        f"{name} {versions[name]}" for name in _GPU_PACKAGES[:2] if versions[name] != jax_version
-    ]
-    if wrong:
-        raise CompilerMissingError(
-            f"the compiler for {target.name} is {' and '.join(wrong)}, and JAX is {jax_version}:"
-            f" they must be the same release.\n  Run: pip install --no-deps {fitting}"
-        )
-    folder = _cuda_folder()
-    if folder is None:
-        raise _missing(
-            target, "the assembler of nvidia-cuda-nvcc-cu12", "verify-gpu", f"--no-deps {fitting}"
-        )
-    flags = _UNTUNED | (_MODELLED if target.name in _WITH_TABLES else {})
-    return {"XLA_FLAGS": with_xla_flags(f"--xla_gpu_cuda_data_dir={folder}", flags)}
 
 
 def _missing(target: CompileTarget, what: str, extra: str, packages: str) -> CompilerMissingError:

@@ -39,7 +39,11 @@ def _compile(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text())
     reports = folder.parent / "reports"
     if request["platform"] == "tpu":
-        _ask_for_reports(reports)
+        # The compiler writes down the memory that it assigns if this flag is set when it is
+        # loaded; a folder that the user has set is kept.
+        flags = os.environ.get("XLA_FLAGS", "")
+        if "--xla_dump_to" not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={reports}".strip()
     try:
         answer = _answer(request, (folder / "module.bin").read_bytes())
         _correct_temporaries(answer["memory"], reports)
@@ -49,15 +53,6 @@ def _compile(folder: Path) -> None:
     partial = folder / "result.partial"
     partial.write_text(json.dumps(answer))
     partial.rename(folder / "result.json")
-
-
-def _ask_for_reports(reports: Path) -> None:
-    """Set the flag with which the compiler writes down the memory that it assigns. It reads the
-    flag when it is loaded; a folder that the user has set is kept.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "--xla_dump_to" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={reports}".strip()
 
 
 def _correct_temporaries(memory: dict[str, int], reports: Path) -> None:

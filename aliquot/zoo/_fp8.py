@@ -229,7 +229,9 @@ def unscaled(grads: Tree, amax: Tree) -> Tree:
             return layer
         off = unscaling((own["amax_inputs"], NARROW), (own["amax_gradients"], WIDE))
         kernel = layer["kernel"]
-        return {**layer, "kernel": kernel * _in_front(off, kernel).astype(kernel.dtype)}
+        # With dims of length one behind its own, which are those of stacked layers.
+        off = off.reshape(*off.shape, *(1,) * (kernel.ndim - off.ndim))
+        return {**layer, "kernel": kernel * off.astype(kernel.dtype)}
 
     return _in_layers(of_layer, grads, amax)
 
@@ -246,11 +248,6 @@ def seen(amax: Tree, params: Tree) -> Tree:
         return own | new
 
     return _in_layers(of_layer, amax, params)
-
-
-def _in_front(x: jax.Array, like: jax.Array) -> jax.Array:
-    """With dims of length one behind its own, which are those of stacked layers."""
-    return x.reshape(*x.shape, *(1,) * (like.ndim - x.ndim))
 
 
 def _in_layers(of_layer: Callable[..., Tree], tree: Tree, other: Tree) -> Tree:

@@ -142,12 +142,9 @@ def from_config(
         raise InputError(listing(asked, [fault], why or OWN_CODE))
     faults = [*faults_of(dict(data), _KNOWN[kind], ""), *_of_its_own(data)]
     if kind in _EXPERTS:
-        needed = (_EXPERTS[kind], ("num_experts_per_tok",))
-        faults += [
-            f"{fields[0]} is missing"
-            for fields in needed
-            if all(data.get(field) is None for field in fields)
-        ]
+        for fields in (_EXPERTS[kind], ("num_experts_per_tok",)):
+            if all(data.get(field) is None for field in fields):
+                faults.append(f"{fields[0]} is missing")
     if faults:
         raise InputError(listing(asked, faults, "Give the config.json as it was published."))
     read = msgspec.convert(dict(data), _KNOWN[kind])

@@ -124,7 +124,12 @@ class Update:
         if norm is not None:
             found["grad_norm"] = norm.astype(jnp.float32)
         if callable(self._rate):
-            (count,) = _schedule_counts(state["opt_state"])
+
+            def is_schedule(node: Tree) -> bool:
+                return isinstance(node, optax.ScaleByScheduleState)
+
+            nodes = jax.tree.leaves(state["opt_state"], is_leaf=is_schedule)
+            (count,) = [node.count for node in nodes if is_schedule(node)]
             found["learning_rate"] = jnp.asarray(self._rate(count), jnp.float32)
         return found
 
@@ -152,10 +157,17 @@ class Update:
             grads,
             lambda *part: self._update_part_if(*part, norm, 1 / loss_scale["scale"], finite),
         )
+        scale, good_steps = loss_scale["scale"], loss_scale["good_steps"] + 1
+        grows = good_steps >= GROWTH_STEPS
         return {
             "params": params,
             "opt_state": opt_state,
-            "loss_scale": _next_scale(loss_scale, finite),
+            "loss_scale": {
+                "scale": jnp.where(
+                    finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, 1.0)
+                ),
+                "good_steps": jnp.where(finite & ~grows, good_steps, 0),
+            },
         }
 
     def _by_parts(
@@ -243,22 +255,3 @@ def _sum_of_squares(tree: Tree, unscale: jax.Array | None) -> jax.Array:
         tree = jax.tree.map(lambda g: g * unscale.astype(g.dtype), tree)
     squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)]
     return sum(squares[1:], start=squares[0])
-
-
-def _schedule_counts(opt_state: Tree) -> list[jax.Array]:
-    """The number of updates that each schedule of an optimizer has seen."""
-
-    def is_schedule(node: Tree) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
-
-    nodes = jax.tree.leaves(opt_state, is_leaf=is_schedule)
-    return [node.count for node in nodes if is_schedule(node)]
-
-
-def _next_scale(loss_scale: Tree, finite: jax.Array) -> Tree:
-    scale, good_steps = loss_scale["scale"], loss_scale["good_steps"] + 1
-    grows = good_steps >= GROWTH_STEPS
-    return {
-        "scale": jnp.where(finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, 1.0)),
-        "good_steps": jnp.where(finite & ~grows, good_steps, 0),
-    }

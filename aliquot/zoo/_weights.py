@@ -241,17 +241,14 @@ class _Reader:
         source = names.get(re.sub(r"^layers\.\d+\.", "layers.", path))
         if source is None:
             return None
-        fields: list[list[dict[str, int]]] = []
+        fields: list[list[tuple[str, int]]] = []
         dims = iter(leaf.shape)
         if "{layer}" in source.name:
             layers = [int(number[1])] if number else range(next(dims))
-            fields.append([{"layer": k} for k in layers])
+            fields.append([("layer", k) for k in layers])
         if "{expert}" in source.name:
-            fields.append([{"expert": k} for k in range(next(dims))])
-        sources = [
-            source.name.format(**{key: k for field in each for key, k in field.items()})
-            for each in itertools.product(*fields)
-        ]
+            fields.append([("expert", k) for k in range(next(dims))])
+        sources = [source.name.format(**dict(each)) for each in itertools.product(*fields)]
         return cls(
             shape=tuple(leaf.shape),
             dtype=leaf.dtype,

@@ -35,15 +35,12 @@ def _elementwise(linear: int | None) -> DimRuleFn:
     ) -> DimRule:
         shape = results[0]
         letters = ascii_lowercase[: len(shape)]
-        dims = tuple(
-            tuple(
-                "1" if size == 1 and shape[d] != 1 else letters[d]
-                for d, size in enumerate(operand.shape)
-            )
-            for operand in operands
-        )
+        dims = []
+        for operand in operands:
+            pairs = zip(operand.shape, shape, letters)
+            dims.append(tuple("1" if own == 1 != size else c for own, size, c in pairs))
         return DimRule(
-            operands=dims,
+            operands=tuple(dims),
             results=(tuple(letters),) * len(results),
             sizes=dict(zip(letters, shape, strict=True)),
             linear=_linear(linear, len(operands)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ def _kernel(
     f = Factors()
     letters = {}
     for g, size in enumerate(kernel.grid):
-        if any(any(walk.grid_dim == g for walk in w) for w in kernel.results):
+        if any(walk.grid_dim == g for walk in itertools.chain(*kernel.results)):
             letters[g] = f.split(size)
 
     def dims(shape: Sequence[int], walks: Sequence[Walked]) -> Dims:

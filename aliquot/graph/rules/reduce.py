@@ -49,8 +49,9 @@ def _collective(kind: str) -> DimRuleFn:
         if params.get("axis_index_groups") is not None:
             return whole(operands, results)
         f = Factors()
-        before = [f.splits(o.shape) for o in operands]
-        after = [tuple(x for d, x in enumerate(dims) if d not in params["axes"]) for dims in before]
+        before, after = [f.splits(o.shape) for o in operands], []
+        for dims in before:
+            after.append(tuple(x for d, x in enumerate(dims) if d not in params["axes"]))
         linear = (1,) * len(operands) if kind == "sum" else ()
         return f.rule(before, after, linear=linear, reduce=kind)
 

@@ -4,7 +4,9 @@ constants.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,16 +40,12 @@ def _reshape(
     for left, right in runs:
         _refine(f, left, right, before, after, old, new)
     by_dim = dict(zip(order, old, strict=True))
-    return f.rule(
-        (tuple(by_dim[d] for d in range(len(shape))),),
-        (tuple(new),),
-        linear=(1,),
-        exchanged=(
-            "".join((*(old[d] for d in left), *(new[d] for d in right)))
-            for left, right in runs
-            if len(left) + len(right) > 2
-        ),
-    )
+    exchanged = []
+    for left, right in runs:
+        if len(left) + len(right) > 2:
+            exchanged.append("".join((*(old[d] for d in left), *(new[d] for d in right))))
+    read = tuple(by_dim[d] for d in range(len(shape)))
+    return f.rule((read,), (tuple(new),), linear=(1,), exchanged=exchanged)
 
 
 def _empty_reshape(shape: Sequence[int], after: Sequence[int]) -> DimRule:
@@ -126,7 +124,7 @@ def _merged(*parts: str) -> str:
 
 def _boundaries(shape: Sequence[int], dims: Sequence[int]) -> set[int]:
     """Products of the leading sizes of a run: the positions where its dims end."""
-    return {math.prod(shape[d] for d in dims[: k + 1]) for k in range(len(dims))}
+    return set(itertools.accumulate((shape[d] for d in dims), operator.mul))
 
 
 @register_dim_rule(

@@ -80,7 +80,9 @@ def make_chain(description: Mapping[str, Any], sizes: Mapping[str, Any]) -> Oper
     Raises:
         InputError: the description is incomplete, or names a size that is not given.
     """
-    names = [name for group in _groups(description) for name in _expanded(group, sizes)]
+    names: list[str] = []
+    for group in _groups(description):
+        names += _expanded(group, sizes)
     usual = tuple(description.get("layout", ("tp", "dp", "1", "1")))
     layouts = description.get("layouts", {})
 
@@ -96,18 +98,21 @@ def make_chain(description: Mapping[str, Any], sizes: Mapping[str, Any]) -> Oper
             )
         )
 
-    return OperatorChain(
-        operators=tuple(
+    operators = []
+    for name in names:
+        own = layouts.get(name, [[usual, usual]])
+        operators.append(
             Operator(
                 name=name,
                 starts_layer=matches(name, description.get("layer_starts", ())),
                 kept_share=share(name),
-                layouts=tuple((tuple(a), tuple(b)) for a, b in layouts.get(name, [[usual, usual]])),
-                chooses_algorithm=len(layouts.get(name, ())) > 1
+                layouts=tuple((tuple(a), tuple(b)) for a, b in own),
+                chooses_algorithm=len(own) > 1
                 or matches(name, description.get("chooses_algorithm", ())),
             )
-            for name in names
-        ),
+        )
+    return OperatorChain(
+        operators=tuple(operators),
         resharding=bool(description.get("resharding", True)),
         copies_of_weights=float(description.get("copies_of_weights", 8.0)),
     )
@@ -145,9 +150,8 @@ def _expanded(group: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[str]:
             f"A group of a chain is repeated {repeat!r} times; that must be a number, or a list of"
             " numbers."
         )
-    return [
-        name.format(section=section, index=index)
-        for section, count in enumerate(sections)
-        for index in range(count)
-        for name in group["operators"]
-    ]
+    found: list[str] = []
+    for section, count in enumerate(sections):
+        for index in range(count):
+            found += [name.format(section=section, index=index) for name in group["operators"]]
+    return found

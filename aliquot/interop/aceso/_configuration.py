@@ -4,6 +4,7 @@ operator.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -140,9 +141,17 @@ def read_configuration(path: Path) -> Configuration:
     faults = repeated or list(faults_of(content, _File, ""))
     if not faults:
         file = msgspec.convert(content, _File)
-        faults = _length_faults(file) or [f for k in range(file.num_stages) for f in file.faults(k)]
+        faults = [
+            f"{key} must be a list of {file.num_stages}, one for each stage"
+            for key in ("num_gpus", "num_ops_in_each_stage", *_LISTS.values())
+            if len(getattr(file, key)) != file.num_stages
+        ] or list(itertools.chain(*map(file.faults, range(file.num_stages))))
     if faults:
-        raise InputError(f"{path} is no configuration of Aceso's:\n" + "\n".join(_shown(faults)))
+        more = [f"  and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
+        raise InputError(
+            f"{path} is no configuration of Aceso's:\n"
+            + "\n".join([f"  - {fault}" for fault in faults[:_MOST_SHOWN]] + more)
+        )
     return Configuration(
         model_name=str(file.model_name),
         model_size=str(file.model_size),
@@ -188,16 +197,3 @@ def configuration_to_dict(configuration: Configuration) -> dict[str, Any]:
 def write_configuration(configuration: Configuration, path: Path) -> None:
     """Write a configuration in the form that Aceso's runtime reads."""
     write_atomic(path, json.dumps(configuration_to_dict(configuration), indent=4) + "\n")
-
-
-def _shown(faults: list[str]) -> list[str]:
-    more = [f"  and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
-    return [f"  - {fault}" for fault in faults[:_MOST_SHOWN]] + more
-
-
-def _length_faults(file: _File) -> list[str]:
-    return [
-        f"{key} must be a list of {file.num_stages}, one for each stage"
-        for key in ("num_gpus", "num_ops_in_each_stage", *_LISTS.values())
-        if len(getattr(file, key)) != file.num_stages
-    ]

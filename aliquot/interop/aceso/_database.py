@@ -9,6 +9,7 @@ Operators have one file for each micro-batch, tensor degree and algorithm,
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -113,11 +114,9 @@ def load_database(folder: Path, model: str) -> Database:
         if match and match["model"] == model:
             files[int(match["mbs"]), int(match["tp"]), int(match["algo"])] = path
     rows = {key: dict(_operator_rows(path)) for key, path in files.items()}
-    names = {
-        name: k
-        for k, name in enumerate(dict.fromkeys(n for by_name in rows.values() for n in by_name))
-    }
-    axes = [tuple(sorted({key[d] for key in files})) for d in range(3)]
+    all_names = dict.fromkeys(itertools.chain.from_iterable(rows.values()))
+    names = {name: k for k, name in enumerate(all_names)}
+    axes = [tuple(sorted(set(values))) for values in zip(*files, strict=True)]
     table = np.full((len(names), *map(len, axes), len(COLUMNS)), np.nan)
     missing = []
     for mbs, tp, algo in np.ndindex(*map(len, axes)):
@@ -202,11 +201,12 @@ def _transfers(path: Path) -> Transfers:
         raise InputError(
             f"{path}: two lines of equal length are needed, sizes in MiB and bandwidths in GB/s."
         )
-    sizes, bandwidths = (
-        tuple(_number(path, k + 1, f"{c + 1}", text) for c, text in enumerate(lines[k]))
-        for k in range(2)
-    )
-    return Transfers(sizes_mb=sizes, bandwidths_gb_per_s=bandwidths)
+
+    def numbers(line: int) -> tuple[float, ...]:
+        texts = enumerate(lines[line - 1], start=1)
+        return tuple(_number(path, line, str(column), text) for column, text in texts)
+
+    return Transfers(sizes_mb=numbers(1), bandwidths_gb_per_s=numbers(2))
 
 
 def _lines(path: Path) -> list[list[str]]:

@@ -27,7 +27,7 @@ from ...graph import Graph, cut_between, named_places
 from ...planners import ILP, Decision, PipelineParts, Space, StageDecision, Task, write_plan
 from ...plans import ModelReference, Plan, make_schedule
 from ...sharding import LayeredStep, layer_step, stage_step
-from ._configuration import Configuration, StageConfiguration
+from ._configuration import Configuration
 from ._operator_map import OperatorMap
 from ._stage_splits import DATA, StageSplits, layers_differ, mesh_axes
 
@@ -174,7 +174,8 @@ def plan_of(
         semantics=semantics if count > 1 else "exact",
         memory_limit_bytes=memory_limit_bytes,
     )
-    firsts = _first_operators(configuration)
+    lengths = [len(stage.tensor) for stage in configuration.stages]
+    firsts = [sum(lengths[:k]) for k in range(len(lengths))]
     layers = _cut(graph, operators, firsts)
     layered = layer_step(graph, count, layers=layers, semantics=task.semantics)
     decision, notes = _decide(configuration, operators, firsts, layered, task)
@@ -190,11 +191,6 @@ def plan_of(
     return msgspec.structs.replace(plan, notes=(*plan.notes, *notes))
 
 
-def _first_operators(configuration: Configuration) -> list[int]:
-    lengths = [len(stage.tensor) for stage in configuration.stages]
-    return [sum(lengths[:k]) for k in range(len(lengths))]
-
-
 def _cut(graph: Graph, operators: OperatorMap, firsts: Sequence[int]) -> str | int:
     """The places where stages begin, in the form that `cut_layers` takes."""
     if len(firsts) == 1:
@@ -205,22 +201,18 @@ def _cut(graph: Graph, operators: OperatorMap, firsts: Sequence[int]) -> str | i
     present = {operator for _, operator in computing}
     ends = [*firsts[1:], len(operators.names)]
     empty = [
-        f"stage {k} has only {', '.join(operators.names[o] for o in range(a, b))}, of which the"
-        " model computes nothing"
+        f"stage {k} has only {', '.join(operators.names[a:b])}, of which the model computes nothing"
         for k, (a, b) in enumerate(zip(firsts, ends, strict=True))
-        if not present & set(range(a, b))
+        if present.isdisjoint(range(a, b))
     ]
     if empty:
         raise InputError(
             listing(_ASKED, empty, "Move an operator there from a neighbouring stage.")
         )
-    pairs = [
-        (
-            max(k for k, operator in computing if operator < first),
-            min(k for k, operator in computing if operator >= first),
-        )
-        for first in firsts[1:]
-    ]
+    pairs = []
+    for first in firsts[1:]:
+        last_before = max(k for k, operator in computing if operator < first)
+        pairs.append((last_before, min(k for k, operator in computing if operator >= first)))
     return named_places(cut_between(graph, pairs))
 
 
@@ -255,7 +247,10 @@ def _decide(
         folded = not layers_differ(problem, operators, extract.ops, stage, first)
         # If the configuration splits layers differently, they cannot be folded.
         problem = problem if folded else make(repeats=False)
-        problem = replace(problem, cluster=subcluster(task.cluster, _submesh(stage, task.cluster)))
+        each = task.cluster.devices_per_host
+        # Hosts of the stage, and devices of each.
+        submesh = max(1, stage.num_devices // each), min(stage.num_devices, each)
+        problem = replace(problem, cluster=subcluster(task.cluster, submesh))
         axes = mesh_axes(stage.num_devices, stage.tensor)
         assert axes is not None
         split = StageSplits(
@@ -319,12 +314,6 @@ def _decide(
         ),
         notes,
     )
-
-
-def _submesh(stage: StageConfiguration, cluster: Cluster) -> tuple[int, int]:
-    """Hosts of a stage, and devices of each."""
-    each = cluster.devices_per_host
-    return max(1, stage.num_devices // each), min(stage.num_devices, each)
 
 
 def _solve(

@@ -75,22 +75,18 @@ def modelled_database(
         )
         for b, t, algorithm in itertools.product(micro_batches, degrees, shape.algorithms)
     }
-    largest = max(max(row.input_mb, row.output_mb) for rows in operators.values() for row in rows)
+    every = itertools.chain.from_iterable(operators.values())
+    largest = max(max(row.input_mb, row.output_mb) for row in every)
     sizes = range(min(math.ceil(largest), _MOST_MIB) + 1)
-    groups = [t for t in degrees if t > 1]
+    collectives = {}
+    for kind, n in itertools.product(_KINDS, [t for t in degrees if t > 1]):
+        name = kind.replace("_", "-")
+        collectives[kind, n] = {
+            size: 1e3 * collective_seconds(name, n, max(size, 0.5) * MIB, cluster) for size in sizes
+        }
     return DatabaseContent(
         operators=operators,
-        collectives={
-            (kind, n): {
-                size: (
-                    1e3
-                    * collective_seconds(kind.replace("_", "-"), n, max(size, 0.5) * MIB, cluster)
-                )
-                for size in sizes
-            }
-            for kind in _KINDS
-            for n in groups
-        },
+        collectives=collectives,
         within_nodes=_transfers(*_link(cluster, within=True)),
         between_nodes=_transfers(*_link(cluster, within=False)) if cluster.num_hosts > 1 else None,
     )

@@ -10,6 +10,7 @@ attention scores to the softmax, for example. See `_image_places.py` for convolu
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,18 +64,13 @@ def map_operators(
         description: description of the chain, as in `chains.toml`.
     """
     roles = [_role(name, description.get("roles", {})) for name in names]
-    patterns = [
-        (
-            re.compile(path),
-            [
-                place
-                for name in named
-                for place, other in enumerate(names)
-                if fnmatch.fnmatchcase(other, name)
-            ],
-        )
-        for path, named in description["parameters"].items()
-    ]
+    patterns = []
+    for path, named in description["parameters"].items():
+        places = []
+        for name, (place, other) in itertools.product(named, enumerate(names)):
+            if fnmatch.fnmatchcase(other, name):
+                places.append(place)
+        patterns.append((re.compile(path), places))
     begins = description.get("inputs", {})
     at: dict[int, int] = {}
     of_parameters: set[int] = set()

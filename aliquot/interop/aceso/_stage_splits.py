@@ -224,7 +224,7 @@ class StageSplits:
         arrays, the node's factors that count examples, and the operators that work on the arrays.
         """
         images = [p for p in products if self.operators.roles[p.operators[0]] in IMAGES]
-        convolutions = sorted(o for p in images for o in p.operators)
+        convolutions = sorted(itertools.chain(*(p.operators for p in images)))
         voters: dict[int, tuple[int, frozenset[int], list[int]]] = {}
 
         def vote(operator: int, node: int, operators: Iterable[int]) -> None:
@@ -294,11 +294,10 @@ class StageSplits:
         )
         table = self.problem.nodes.nodes[node]
         if not can_split(table, choice, self.axes.sizes):
-            sizes = [
-                f"{table.factors[f].size} into"
-                f" {math.prod(s for s, c in zip(self.axes.sizes, choice, strict=True) if c == f)}"
-                for f in sorted({*choice} - {-1})
-            ]
+            sizes = []
+            for f in sorted({*choice} - {-1}):
+                over = [s for s, c in zip(self.axes.sizes, choice, strict=True) if c == f]
+                sizes.append(f"{table.factors[f].size} into {math.prod(over)}")
             self._fault(operator, f"its arrays ({table.label}) cannot be split, {', '.join(sizes)}")
             return
         self._decided[node] = choice
@@ -326,9 +325,10 @@ class StageSplits:
                 if name.startswith(MIXED) and not is_state:
                     choices = choices[np.isin(choices[:, axis], [-1, *batch, *follow])]
                 else:
-                    choices = _as_far_as_possible(
-                        choices, axis, batch if name.startswith(DATA) else follow
+                    wanted = np.isin(
+                        choices[:, axis], list(batch if name.startswith(DATA) else follow)
                     )
+                    choices = choices[wanted if wanted.any() else choices[:, axis] == -1]
             allowed.append(choices)
         return allowed
 
@@ -362,14 +362,6 @@ class StageSplits:
 
     def _fault(self, operator: int, what: str) -> None:
         self.faults.append(f"operator {operator}, {self.operators.names[operator]}: {what}")
-
-
-def _as_far_as_possible(choices: Ints, axis: int, factors: set[int] | frozenset[int]) -> Ints:
-    """The choices in which an axis splits one of some factors; if there are none, those in which it
-    splits nothing.
-    """
-    wanted = np.isin(choices[:, axis], list(factors))
-    return choices[wanted if wanted.any() else choices[:, axis] == -1]
 
 
 def layers_differ(

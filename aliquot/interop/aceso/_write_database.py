@@ -72,9 +72,7 @@ def _files(model: str, content: DatabaseContent) -> dict[str, str]:
     files = {}
     header = ",".join(("op_name", *COLUMNS))
     for (batch, tensor, algorithm), rows in content.operators.items():
-        lines = [
-            ",".join((row.name, *(f"{value:.3f}" for value in astuple(row)[1:]))) for row in rows
-        ]
+        lines = [",".join([row.name, *map("{:.3f}".format, astuple(row)[1:])]) for row in rows]
         files[f"{model}_mbs{batch}_tp{tensor}_algo{algorithm}.csv"] = _joined([header, *lines])
     for (kind, count), times in content.collectives.items():
         lines = [f"{size},{milliseconds:.6f}" for size, milliseconds in times.items()]

@@ -119,6 +119,7 @@ def read(words: Words, num_layers: int | None) -> Settings:
 def _axes(words: Words) -> dict[str, int]:
     """The size of each axis, over all slices."""
     sizes: dict[str, dict[str, int]] = {"ici": {}, "dcn": {}}
+    left: dict[str, int] = {}
     for where, found in sizes.items():
         for axis in _AXES:
             word = f"{where}_{axis}"
@@ -131,10 +132,7 @@ def _axes(words: Words) -> dict[str, int]:
         if len(filled) > 1:
             names = " and ".join(words.name(f"{where}_{axis}") for axis in filled)
             words.faults.append(f"{names} are -1: only one can be what is left")
-    left = {
-        where: math.prod(size for size in found.values() if size > 0)
-        for where, found in sizes.items()
-    }
+        left[where] = math.prod(size for size in found.values() if size > 0)
     devices = words.num_devices
     if devices is None:
         slices = left["dcn"]

@@ -161,10 +161,8 @@ def parse_layout(layout: Any) -> tuple[int, ...]:
     (2, 2, 2, 3, 1)
     """
     if isinstance(layout, list):
-        return tuple(
-            sum(each in ("t", "decoder") for each in ([chunk] if isinstance(chunk, str) else chunk))
-            for chunk in layout
-        )
+        chunks = [[chunk] if isinstance(chunk, str) else list(chunk) for chunk in layout]
+        return tuple(chunk.count("t") + chunk.count("decoder") for chunk in chunks)
     text = re.sub(r"[,\s]", "", str(layout))
     if len(text) > 10_000:
         return ()

@@ -133,7 +133,9 @@ def _table_of(texts: Sequence[Text], framework: str | None, files: Sequence[str]
                 f"--framework: there is no reader of {framework!r}: {nearest(framework, names)}"
             )
         known = tuple(t for t in known if framework in (t.framework, _version_name(t)))
-    names = [setting.name for text in texts for setting in text.settings]
+    names = []
+    for text in texts:
+        names += [setting.name for setting in text.settings]
     kinds = {text.kind for text in texts}
 
     def score(table: Table) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -75,15 +76,16 @@ def rules_of(plan: Plan, lose: Callable[[str], None]) -> tuple[Rules, Splits]:
         most = max(found.values())
         rules[name] = max((axes for axes in found if found[axes] == most), key=len)
     batch = [stage.shardings.get(a.path, ()) for a in plan.inputs if a.role == "batch"]
-    gathered = {axis for dims in batch for axes in dims for axis in axes}
+    gathered = _axes_in(batch)
     told = set[str]()
     splits: Splits = dict(_parameters(plan, stage))
     for path, names, inner in arrays:
         got = _applied(rules, names)
         splits[path] = (*splits[path][: -len(names)], *got)
-        plain = [[{*axes} - gathered for axes in dims] for dims in (got, inner)]
         pattern = re.sub(r"\[\d+\]", "[*]", path)
-        if {*sum(got, ())} != {*sum(inner, ())} or plain[0] != plain[1]:
+        if {*sum(got, ())} != {*sum(inner, ())} or any(
+            {*a} - gathered != {*b} - gathered for a, b in zip(got, inner, strict=True)
+        ):
             if pattern not in told:
                 lose(
                     f"{pattern}: its dims are split over {_listed(inner)}; rules that hold for"
@@ -104,6 +106,12 @@ def _applied(rules: Rules, names: Sequence[str]) -> list[tuple[str, ...]]:
     return dims
 
 
+def _axes_in(splits: Iterable[Sequence[tuple[str, ...]]]) -> set[str]:
+    """The axes that split a dim of any array."""
+    dims = itertools.chain.from_iterable(splits)
+    return set(itertools.chain.from_iterable(dims))
+
+
 def _listed(dims: Iterable[tuple[str, ...]]) -> str:
     return " x ".join("+".join(axes) or "none" for axes in dims)
 
@@ -112,10 +120,10 @@ def maxtext_axes(plan: Plan) -> dict[str, str]:
     """MaxText's name for each axis of a plan of one program, by what it splits."""
     stage = plan.stages[0]
     batch = [a.path for a in plan.inputs if a.role == "batch"]
-    rows = {axis for path in batch for axis in (stage.shardings.get(path) or ((),))[0]}
-    rest = [stage.shardings.get(path, ())[1:] for path in batch]
-    positions = {axis for dims in rest for axes in dims for axis in axes}
-    stored = {axis for _, dims in _parameters(plan, stage) for axes in dims for axis in axes}
+    splits = [stage.shardings.get(path, ()) for path in batch]
+    rows = _axes_in(dims[:1] for dims in splits)
+    positions = _axes_in(dims[1:] for dims in splits)
+    stored = _axes_in(dims for _, dims in _parameters(plan, stage))
     names: dict[str, str] = {}
     free = {
         "fsdp": ["fsdp", "fsdp_transpose"],
@@ -155,11 +163,11 @@ def write_maxtext(
     sizes = {names[axis]: size for axis, size in by_axis.items() if axis in names}
     found, found_splits = rules_of(plan, lose)
 
-    def named(axes: Sequence[str]) -> list[str]:
-        return [names[axis] for axis in axes if axis in names]
+    def named(axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(names[axis] for axis in axes if axis in names)
 
-    rules = [[name, named(axes)] for name, axes in found.items()]
-    splits = {path: tuple(tuple(named(d)) for d in dims) for path, dims in found_splits.items()}
+    rules = [[name, list(named(axes))] for name, axes in found.items()]
+    splits = {path: tuple(map(named, dims)) for path, dims in found_splits.items()}
     return sizes, rules, splits
 
 

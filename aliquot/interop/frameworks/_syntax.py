@@ -133,7 +133,10 @@ def _of_yaml(text: str, name: str) -> Iterator[Setting]:
             return [plain(each, depth + 1) for each in node.value]
         if isinstance(node, yaml.MappingNode):
             return {str(key.value): plain(value, depth + 1) for key, value in node.value}
-        return _scalar(node)
+        tag, said = node.tag.rpartition(":")[2], str(node.value)
+        if tag in ("int", "float") or tag == "str" and getattr(node, "style", None) is None:
+            return typed(said)
+        return {"bool": said.lower() in ("true", "yes", "on"), "null": None}.get(tag, said)
 
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is None:
@@ -141,13 +144,6 @@ def _of_yaml(text: str, name: str) -> Iterator[Setting]:
     if not isinstance(root, yaml.MappingNode):
         raise yaml.YAMLError("it holds no names with values")
     yield from walk(root, "", 0)
-
-
-def _scalar(node: yaml.Node) -> Any:
-    tag, value = node.tag.rpartition(":")[2], str(node.value)
-    if tag in ("int", "float") or tag == "str" and getattr(node, "style", None) is None:
-        return typed(value)
-    return {"bool": value.lower() in ("true", "yes", "on"), "null": None}.get(tag, value)
 
 
 def typed(text: str) -> Any:
@@ -439,7 +435,15 @@ def _statements(body: Sequence[ast.stmt], scope: _Scope, depth: int) -> None:
         elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
             _made(node.value, "", scope, depth)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            _called(node.value, scope, depth)
+            call = node.value
+            function = _dotted(call.func)
+            given = {_dotted(each).partition(".")[0] for each in call.args}
+            if function in scope.functions and depth < 8:
+                _statements(scope.functions[function].body, scope, depth + 1)
+            elif given & scope.filled:
+                scope.remarks.append(
+                    f"{ast.unparse(call):.80}: what {function} changes is not read"
+                )
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             dotted = _dotted(target)
@@ -496,16 +500,6 @@ def _made(call: ast.Call, prefix: str, scope: _Scope, depth: int) -> None:
             value = _constant(value_node, scope.variables)
             where = f"{scope.name}:{keyword.value.lineno}"
             scope.found.append(Setting(name=inner, value=value, place=where))
-
-
-def _called(call: ast.Call, scope: _Scope, depth: int) -> None:
-    """Read a helper that changes a configuration, or say that it is not read."""
-    function = _dotted(call.func)
-    given = {_dotted(each).partition(".")[0] for each in call.args}
-    if function in scope.functions and depth < 8:
-        _statements(scope.functions[function].body, scope, depth + 1)
-    elif given & scope.filled:
-        scope.remarks.append(f"{ast.unparse(call):.80}: what {function} changes is not read")
 
 
 def _dotted(node: ast.expr) -> str:

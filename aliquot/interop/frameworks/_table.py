@@ -101,7 +101,9 @@ def _table(data: Mapping[str, Any], base: Mapping[str, Any] | None) -> Table:
             kept = {k: v for k, v in base[part].items() if k not in data["without"]}
             merged[part] = {**kept, **data.get(part, {})}
         data = merged
-    reasons = data["changes"].items()
+    changes: dict[str, str] = {}
+    for why, names in data["changes"].items():
+        changes |= dict.fromkeys(names, why)
     return Table(
         framework=data["framework"],
         version=data["version"],
@@ -110,7 +112,7 @@ def _table(data: Mapping[str, Any], base: Mapping[str, Any] | None) -> Table:
         layout=data["layout"],
         model=data["model"],
         defaults=data["defaults"],
-        changes={name: why for why, names in reasons for name in names},
+        changes=changes,
         harmless=tuple(data["harmless"]["names"]),
         base_model=data.get("base_model", {}),
         memory_share=float(data["memory_share"]),

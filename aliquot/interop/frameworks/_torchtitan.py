@@ -120,11 +120,10 @@ def _stages(
     elif schedule == "zero-bubble":
         words.lost.append(f"{words.name('schedule')} = {said}: judged as interleaved 1f1b")
     if parts := words.value("parts"):
-        layers = tuple(
-            sum(str(module).startswith("layers.") for module in part)
-            for part in parts
-            if isinstance(part, list)
-        )
+        layers: tuple[int, ...] = ()
+        for part in parts:
+            if isinstance(part, list):
+                layers += (sum(str(module).startswith("layers.") for module in part),)
         if len(layers) % pipeline:
             words.faults.append(
                 f"{words.name('parts')} has {len(layers)} parts, no multiple of {pipeline} stages"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -62,6 +63,7 @@ def settings_of(plan: Plan, lose: Callable[[str], None]) -> Settings:
             )
         recompute = "block"
     layers = _layers_of_stages(plan)
+    shapes = [a.shape for a in plan.inputs if a.role == "batch" and len(a.shape) == 2]
     return Settings(
         **layout,
         stage_layers=() if is_even(layers) else layers,
@@ -72,21 +74,19 @@ def settings_of(plan: Plan, lose: Callable[[str], None]) -> Settings:
         recompute=recompute,
         # How 8 bits are scaled is left to the framework.
         dtype=str(model.get("dtype", "bf16")).partition("-")[0],
-        seq_len=_seq_len(plan),
+        seq_len=max((shape[1] for shape in shapes), default=None),
     )
-
-
-def _seq_len(plan: Plan) -> int | None:
-    shapes = [a.shape for a in plan.inputs if a.role == "batch" and len(a.shape) == 2]
-    return max((shape[1] for shape in shapes), default=None)
 
 
 def _layers_of_stages(plan: Plan) -> tuple[int, ...]:
     """Layers of the model in each stage of a pipeline."""
     if not is_pipeline(plan):
         return ()
-    matched = [[_LAYER.match(name) for name in stage.layer_names] for stage in plan.stages]
-    return tuple(len({each[1] for each in stage if each}) for stage in matched)
+    counts = []
+    for stage in plan.stages:
+        matched = [_LAYER.match(name) for name in stage.layer_names]
+        counts.append(len({each[1] for each in matched if each}))
+    return tuple(counts)
 
 
 def _named(plan: Plan) -> dict[str, Any] | None:
@@ -172,7 +172,7 @@ def _searched(plan: Plan, lose: Callable[[str], None]) -> dict[str, Any]:
             split = [
                 path
                 for path, dims in stage.shardings.items()
-                if any(axis in axes for axes in dims) and not path.startswith("batch")
+                if axis in itertools.chain(*dims) and not path.startswith("batch")
             ]
             parameters = {array.path for array in plan.inputs if array.role == "parameter"}
             is_split = any(path in parameters for path in split)
@@ -219,18 +219,20 @@ def export_plan(plan: Plan, to: str) -> Written:
         # Rules say every split, so that nothing is left to degrees.
         lost = [text for text in lost if not text.startswith(_BY_DEGREES)]
         axes, rules, splits = _rules.write_maxtext(plan, lost.append)
-    written = write_settings(to, settings, _model_fields(plan), lost, axes, rules)
-    return replace(written, splits=splits)
-
-
-def _model_fields(plan: Plan) -> dict[str, Any]:
-    """The name of a plan's model, and how many layers its parameters have."""
     paths = [(_LAYER.match(a.path), a) for a in plan.inputs if a.role == "parameter"]
     numbers = {match[1] for match, _ in paths if match}
     # Stacked layers are the first dim of each of their arrays.
     stacked = [a.shape[0] for _, a in paths if re.search(r"\blayers\.", a.path) and a.shape]
     layers = len(numbers) or max(stacked, default=0)
-    return {"name": plan.model.name, **({"num_layers": layers} if layers else {})}
+    written = write_settings(
+        to,
+        settings,
+        {"name": plan.model.name, **({"num_layers": layers} if layers else {})},
+        lost,
+        axes,
+        rules,
+    )
+    return replace(written, splits=splits)
 
 
 def write_settings(

@@ -81,7 +81,9 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
             for _, data in leaf.blocks:
                 if not _is_in_host_memory(data):
                     data.copy_to_host_async()
-        copied = [[(block, _host_copy(data)) for block, data in leaf.blocks] for leaf in values]
+        copied = []
+        for leaf in values:
+            copied.append([(block, _host_copy(data)) for block, data in leaf.blocks])
         writing = self._write(values, infos, copied)
         return [ocp.future.CommitFutureAwaitingContractedSignals(writing, name="aliquot_leaves")]
 
@@ -299,12 +301,12 @@ def _shifted(block: Block, rows: int) -> Block:
 def _assembled(described: Any, parts: Iterable[tuple[Sequence[Any], NDArray[Any]]]) -> jax.Array:
     """An array from the blocks of this process."""
     kind = described.sharding.memory_kind
-    shards = [
-        # The numbers of the host's memory are not shared: a step will be given this array to keep.
-        jax.device_put(host, SingleDeviceSharding(device, memory_kind=kind), may_alias=False)
-        for devices, host in parts
-        for device in devices
-    ]
+    shards = []
+    for devices, host in parts:
+        for device in devices:
+            there = SingleDeviceSharding(device, memory_kind=kind)
+            # The numbers of the host's memory are not shared: a step will be given this array.
+            shards.append(jax.device_put(host, there, may_alias=False))
     array: jax.Array = jax.make_array_from_single_device_arrays(
         described.shape, described.sharding, shards, dtype=described.dtype
     )

@@ -57,7 +57,11 @@ def lock_folder(folder: Path, wait_s: float = 0.0) -> int | None:
         except BlockingIOError:
             os.close(descriptor)
             writer = _said(path)
-            if writer is not None and (_is_this(writer) or _has_ended(writer)):
+            is_this = writer is not None and (writer.token, writer.process_id) == (
+                _token(),
+                os.getpid(),
+            )
+            if writer is not None and (is_this or _has_ended(writer)):
                 return None
             if time.monotonic() < deadline:
                 time.sleep(1)
@@ -107,10 +111,6 @@ def _said(path: Path) -> _Writer | None:
         if time.monotonic() > deadline:
             return None
         time.sleep(0.05)
-
-
-def _is_this(writer: _Writer) -> bool:
-    return writer.token == _token() and writer.process_id == os.getpid()
 
 
 def _has_ended(writer: _Writer) -> bool:

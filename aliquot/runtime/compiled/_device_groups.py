@@ -62,11 +62,9 @@ def _iota_groups(text: str) -> list[list[int]]:
     dims_text, _, order_text = tail.partition("T")
     dims = [int(n) for n in dims_text[1:-1].split(",")]
     order = [int(n) for n in order_text[1:-1].split(",")] if order_text else list(range(len(dims)))
-    strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]
-    numbers = [0]
-    for d in order:
-        numbers = [n + k * strides[d] for n in numbers for k in range(dims[d])]
-    return [numbers[g * members : (g + 1) * members] for g in range(count)]
+    numbers = np.arange(math.prod(dims)).reshape(dims).transpose(order)
+    groups: list[list[int]] = numbers.reshape(count, members).tolist()
+    return groups
 
 
 def _mesh_groups(mesh: str, order: str | None, axes: str) -> list[list[int]]:

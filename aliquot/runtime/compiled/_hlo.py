@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from msgspec import Meta
@@ -94,10 +94,15 @@ def find_collectives(
             kind, result = parsed
             arrays = _ARRAY.findall(result)
             named = re.search(r'op_name="([^"]*)"', line)
+            # The mesh axes along which the members of a group differ.
+            moving: set[int] = set()
+            for group in device_groups(line, math.prod(axis_sizes)):
+                places = [_coordinates(device, axis_sizes) for device in group]
+                moving |= {a for a, along in enumerate(zip(*places)) if len(set(along)) > 1}
             collectives.append(
                 CompiledCollective(
                     kind=kind,
-                    axes=_axes(line, axis_names, axis_sizes),
+                    axes=tuple(name for a, name in enumerate(axis_names) if a in moving),
                     count=count,
                     num_bytes=count * num_bytes(result),
                     dtype=max(arrays, key=lambda a: num_bytes(f"{a[0]}[{a[1]}]"))[0]
@@ -115,18 +120,11 @@ def add_up(collectives: Sequence[CompiledCollective]) -> tuple[CompiledCollectiv
     groups: dict[tuple[str, tuple[str, ...], bool], list[CompiledCollective]] = {}
     for c in collectives:
         groups.setdefault((c.kind, c.axes, c.in_loop), []).append(c)
-    summed = [
-        CompiledCollective(
-            kind=kind,
-            axes=axes,
-            count=sum(c.count for c in members),
-            num_bytes=sum(c.num_bytes for c in members),
-            dtype=max(members, key=lambda c: c.num_bytes).dtype,
-            in_loop=in_loop,
-            label=max(members, key=lambda c: c.num_bytes).label,
-        )
-        for (kind, axes, in_loop), members in groups.items()
-    ]
+    summed = []
+    for members in groups.values():
+        largest = max(members, key=lambda c: c.num_bytes)
+        count, num_bytes = sum(c.count for c in members), sum(c.num_bytes for c in members)
+        summed.append(replace(largest, count=count, num_bytes=num_bytes))
     return tuple(sorted(summed, key=lambda c: (-c.num_bytes, c.kind, c.axes, c.in_loop)))
 
 
@@ -208,7 +206,7 @@ def _trip_count(line: str, condition: _Computation) -> int:
     if known:
         return int(known.group(1))
     # The bound of a counted loop is the only integer constant of its condition.
-    bounds = {int(n) for body in condition.lines for n in _CONSTANT.findall(body)}
+    bounds = set(map(int, _CONSTANT.findall("\n".join(condition.lines))))
     return bounds.pop() if len(bounds) == 1 else 1
 
 
@@ -259,15 +257,6 @@ def _elements(type_text: str) -> list[str]:
             parts.append(type_text[start:position].strip())
             start = position + 1
     return parts
-
-
-def _axes(line: str, axis_names: Sequence[str], axis_sizes: Sequence[int]) -> tuple[str, ...]:
-    """The mesh axes along which the members of a group differ."""
-    moving: set[int] = set()
-    for group in device_groups(line, math.prod(axis_sizes)):
-        places = [_coordinates(device, axis_sizes) for device in group]
-        moving |= {a for a in range(len(axis_sizes)) if len({place[a] for place in places}) > 1}
-    return tuple(name for a, name in enumerate(axis_names) if a in moving)
 
 
 def _coordinates(device: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:

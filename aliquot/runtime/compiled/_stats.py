@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,7 @@ class Stats:
         """Collectives of all stages, added up by kind, axes and loop; most bytes first."""
         if len(self.stages) == 1:
             return self.stages[0].collectives
-        return add_up([use for stage in self.stages for use in stage.collectives])
+        return add_up(list(itertools.chain.from_iterable(s.collectives for s in self.stages)))
 
     @property
     def compile_s(self) -> float:

@@ -68,45 +68,36 @@ def compile_pipeline(pipeline: Pipeline) -> CompiledPipeline:
             " before any device is used."
         )
     if pipeline.is_shared or not any(pipeline.local):
-        _check_processes(pipeline)
+        idle = sorted(set(range(jax.process_count())) - set().union(*pipeline.processes))
+        if idle:
+            used = len(set().union(*(c.mesh.devices.flat for c in pipeline.contexts)))
+            raise PlanMismatchError(
+                f"processes {', '.join(map(str, idle))} have no device of any stage: the plan is"
+                f" for {used} devices, and {jax.process_count()} processes have"
+                f" {len(jax.devices())}",
+                asked="the plan does not fit these processes",
+                advice=(
+                    "Start as many processes as the plan has devices for, or plan for all devices."
+                ),
+            )
     known: Known = {}
     shared: dict[tuple[Any, ...], Any] = {}
     stages = tuple([_compile(pipeline, k, known, shared) for k in range(len(pipeline.functions))])
     issuer = Issuer(pipeline, stages, known, peers)
     if peers is not None:
-        _agree(issuer)
+        # Transfers are matched by their order alone, so a process with another list of
+        # instructions would hang, or receive the wrong arrays.
+        digests = exchange(hashlib.sha256(issuer.signature().encode()).digest(), bytes)
+        other = [k for k, digest in enumerate(digests) if digest != digests[0]]
+        if other:
+            raise PlanMismatchError(
+                f"processes {', '.join(map(str, other))} would run other instructions than process"
+                " 0",
+                asked="processes that run a step together must all run the same",
+                advice="Give all processes the same step, plan, shapes and versions.",
+            )
+        issuer.connect()
     return CompiledPipeline(pipeline=pipeline, stages=stages, issuer=issuer)
-
-
-def _check_processes(pipeline: Pipeline) -> None:
-    """Refuse processes without a stage."""
-    idle = sorted(set(range(jax.process_count())) - set().union(*pipeline.processes))
-    if idle:
-        used = len({device for c in pipeline.contexts for device in c.mesh.devices.flat})
-        raise PlanMismatchError(
-            f"processes {', '.join(map(str, idle))} have no device of any stage: the plan is"
-            f" for {used} devices, and {jax.process_count()} processes have"
-            f" {len(jax.devices())}",
-            asked="the plan does not fit these processes",
-            advice=(
-                "Start as many processes as the plan has devices for, or plan for all devices."
-            ),
-        )
-
-
-def _agree(issuer: Issuer) -> None:
-    """Refuse processes whose instructions differ. Transfers are matched by their order alone, so a
-    process with another list would hang, or receive the wrong arrays.
-    """
-    digests = exchange(hashlib.sha256(issuer.signature().encode()).digest(), bytes)
-    other = [k for k, digest in enumerate(digests) if digest != digests[0]]
-    if other:
-        raise PlanMismatchError(
-            f"processes {', '.join(map(str, other))} would run other instructions than process 0",
-            asked="processes that run a step together must all run the same",
-            advice="Give all processes the same step, plan, shapes and versions.",
-        )
-    issuer.connect()
 
 
 def _compile(

@@ -109,8 +109,18 @@ def write_instructions(
     slots_of_results = {
         (stage, value): writer.slot(stage, Key(Form.LATE, value), -1) for stage, value in results
     }
+    # A slot is freed after its last reader, or after the instruction that fills it if nobody
+    # reads it.
+    done = set(slots_of_results.values()) | writer.kept()
+    freed = []
+    # In reverse, so that the first use met is the last one.
+    for step in reversed(writer.steps):
+        touched = dict.fromkeys([*step.inputs, *step.outputs])
+        last = tuple(slot for slot in touched if slot not in done)
+        done.update(last)
+        freed.append(replace(step, frees=last))
     return Instructions(
-        steps=_with_frees(writer.steps, set(slots_of_results.values()), writer.kept()),
+        steps=tuple(freed[::-1]),
         slots=tuple(writer.slots),
         given=writer.by_stage(Form.GIVEN),
         zeros=writer.by_stage(Form.TOTAL),
@@ -247,27 +257,9 @@ class _Writer:
         """Slots of the micro-batch numbers, by stage."""
         stages = sorted({stage for stage, key, _ in self.slots if key.form is Form.NUMBER})
         every = range(self._num_micro_batches)
-        return {
-            stage: tuple(self.slot(stage, Key(Form.NUMBER), m) for m in every) for stage in stages
-        }
+        number = Key(Form.NUMBER)
+        return {s: tuple(self.slot(s, number, m) for m in every) for s in stages}
 
     def kept(self) -> set[int]:
         """Slots that are filled once and never freed."""
         return {slot for (_, key, _), slot in self.slots.items() if key.form is Form.NUMBER}
-
-
-def _with_frees(
-    steps: Sequence[Run | Send], results: set[int], kept: set[int]
-) -> tuple[Run | Send, ...]:
-    """The instructions, each with the slots that it frees: a slot is freed after its last reader,
-    or after the instruction that fills it if nobody reads it.
-    """
-    done = results | kept
-    freed = []
-    # In reverse, so that the first use met is the last one.
-    for step in reversed(steps):
-        touched = dict.fromkeys([*step.inputs, *step.outputs])
-        last = tuple(slot for slot in touched if slot not in done)
-        done.update(last)
-        freed.append(replace(step, frees=last))
-    return tuple(freed[::-1])

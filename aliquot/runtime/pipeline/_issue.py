@@ -198,10 +198,10 @@ class Issuer:
             for step in self._pipeline.instructions.steps
             if isinstance(step, Send)
         ]
-        shapes = []
-        for structs, _ in sends:
+        shapes, specs = [], []
+        for structs, targets in sends:
             shapes.append([(s.shape, str(s.dtype), s.sharding.spec) for s in structs])
-        specs = [[target.spec for target in targets] for _, targets in sends]
+            specs.append([target.spec for target in targets])
         shared = [slots for slots, _ in self._broadcasts]
         return repr((self._pipeline.instructions.steps, shapes, specs, shared, jax.__version__))
 

@@ -6,6 +6,7 @@ would cost more than the rest of the exchange.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,8 @@ def pack_scalars(functions: Sequence[StageFunction]) -> tuple[StageFunction, ...
     """
     packs: dict[int, dict[Key, list[ValueId]]] = {}
     packed: dict[tuple[StageId, ValueId], tuple[Key, int]] = {}
-    number = 1 + max((key.value for f in functions for key in (*f.takes, *f.gives)), default=0)
+    keys = itertools.chain.from_iterable((*f.takes, *f.gives) for f in functions)
+    number = 1 + max((key.value for key in keys), default=0)
     for k, f in enumerate(functions):
         by_dtype: dict[str, list[ValueId]] = {}
         for value in _scalars_read_elsewhere(f, functions):
@@ -45,12 +47,13 @@ def pack_scalars(functions: Sequence[StageFunction]) -> tuple[StageFunction, ...
 def _scalars_read_elsewhere(f: StageFunction, functions: Sequence[StageFunction]) -> list[ValueId]:
     if f.program.part is not Part.UPDATE:
         return []
-    others = [
-        g for g in functions if g.program.part is Part.UPDATE and g.program.stage != f.program.stage
-    ]
-    read = {key.value for g in others for key in g.takes if key.form is Form.LATE}
+    read, own = set(), set()
+    for g in functions:
+        if g.program.part is Part.UPDATE and g.program.stage != f.program.stage:
+            read |= {key.value for key in g.takes if key.form is Form.LATE}
+            own |= {key.value for key in g.gives}
     # A stage's own results are not sent to it.
-    read -= {key.value for g in others for key in g.gives}
+    read -= own
     values = f.program.graph.values
     scalars = [key.value for key in f.gives if key.form is Form.LATE and key.value in read]
     # Random keys cannot be stacked with numbers.
@@ -61,12 +64,14 @@ def _packing(f: StageFunction, packs: Mapping[Key, Sequence[ValueId]]) -> StageF
     """The function, which returns the packed vectors after its other results."""
     if not packs:
         return f
-    places = [[f.gives.index(Key(Form.LATE, v)) for v in values] for values in packs.values()]
+    place_of = {key.value: place for place, key in enumerate(f.gives) if key.form is Form.LATE}
 
     # The scalars are returned as well, because their own stage reads them unpacked.
     def run(*arrays: Any) -> list[Any]:
-        results = f.run(*arrays)
-        return [*results, *(jnp.stack([results[p] for p in group]) for group in places)]
+        results = list(f.run(*arrays))
+        for values in packs.values():
+            results.append(jnp.stack([results[place_of[v]] for v in values]))
+        return results
 
     return replace(f, gives=(*f.gives, *packs), run=run)
 

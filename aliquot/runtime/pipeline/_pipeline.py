@@ -100,7 +100,11 @@ def assemble_pipeline(
     instructions = write_instructions(
         functions, schedule, home=home, results=dict.fromkeys(r for r in results if r is not None)
     )
-    groups = [_processes(c) for c in contexts] if processes is None else processes
+    groups = (
+        [processes_of(NamedSharding(c.mesh, PartitionSpec())) for c in contexts]
+        if processes is None
+        else processes
+    )
     return Pipeline(
         graph=graph,
         contexts=tuple(contexts),
@@ -154,7 +158,3 @@ def _inputs_that_others_pull(
                 if instructions.slots[slot][1].form is Form.GIVEN:
                     found.add(instructions.slots[slot][1].value)
     return frozenset(found)
-
-
-def _processes(context: StageContext) -> frozenset[int]:
-    return processes_of(NamedSharding(context.mesh, PartitionSpec()))

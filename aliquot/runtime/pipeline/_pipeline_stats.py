@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
-from ..compiled import StageStats, Stats, add_up, compiled_memory, find_collectives
+from ..compiled import (
+    CompiledCollective,
+    StageStats,
+    Stats,
+    add_up,
+    compiled_memory,
+    find_collectives,
+)
 from ..transport import exchange, report
 from ._compile import CompiledPipeline
 from ._instructions import Run
@@ -40,12 +48,9 @@ def pipeline_stats(compiled_pipeline: CompiledPipeline) -> Stats:
             continue
         names = [str(name) for name in context.mesh.axis_names]
         axis_sizes = [context.mesh.shape[name] for name in names]
-        collectives = [
-            use
-            for k, c in functions.items()
-            for use in find_collectives(c.compiled.as_text(), names, axis_sizes)
-            for _ in range(counts[k])
-        ]
+        collectives: list[CompiledCollective] = []
+        for k, c in functions.items():
+            collectives += counts[k] * find_collectives(c.compiled.as_text(), names, axis_sizes)
         over_time = stage_memory(
             pipeline.instructions,
             (stage,),
@@ -75,7 +80,8 @@ def _of_all_processes(pipeline: Pipeline, stats: list[StageStats]) -> tuple[Stag
     if not pipeline.is_shared:
         return tuple(stats)
     report("step.stats()")
-    by_stage = {item.stage: item for passed in exchange(stats, list[StageStats]) for item in passed}
+    of_all = itertools.chain.from_iterable(exchange(stats, list[StageStats]))
+    by_stage = {item.stage: item for item in of_all}
     return tuple(by_stage[stage] for stage in sorted(by_stage))
 
 

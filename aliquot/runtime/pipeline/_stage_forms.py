@@ -141,7 +141,12 @@ def _struct(
     match key.form:
         case Form.GIVEN | Form.HANDED_ON:
             value = pipeline.graph.values[key.value]
-            dtype = _dtype(leaf_dtype(pipeline, key.value))
+            dtype = leaf_dtype(pipeline, key.value)
+            dtype = (
+                dtype
+                if jnp.issubdtype(dtype, jax.dtypes.extended)
+                else jax.dtypes.canonicalize_dtype(dtype)
+            )
             return array_struct(value.shape, dtype, context.given_sharding(key.value))
         case Form.NUMBER:
             return array_struct((), jnp.int32, NamedSharding(context.mesh, PartitionSpec()))
@@ -157,14 +162,6 @@ def _struct(
     struct = next(known[s, plain] for s in stages if (s, plain) in known)
     sharding = target_sharding(pipeline, stage, plain, struct.shape)
     return array_struct(struct.shape, struct.dtype, sharding)
-
-
-def _dtype(dtype: Any) -> Any:
-    return (
-        dtype
-        if jnp.issubdtype(dtype, jax.dtypes.extended)
-        else jax.dtypes.canonicalize_dtype(dtype)
-    )
 
 
 def _out_sharding(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -201,20 +202,15 @@ def build_function(
         sent: values that other stages read.
     """
     if program.part is Part.EARLY:
-        return _early(program, context)
+        return StageFunction(
+            program=program,
+            takes=tuple(Key(Form.GIVEN, v) for v in program.given),
+            gives=tuple(Key(Form.EARLY, v) for v in program.exports),
+            run=lambda *arrays: context.lowering.replay(program.graph, arrays),
+        )
     if program.part is Part.UPDATE:
         return _update(program, context)
     return _body(program, context, made_by, sent)
-
-
-def _early(program: StageProgram, context: StageContext) -> StageFunction:
-    """The function of a program that runs before the first micro-batch."""
-    return StageFunction(
-        program=program,
-        takes=tuple(Key(Form.GIVEN, v) for v in program.given),
-        gives=tuple(Key(Form.EARLY, v) for v in program.exports),
-        run=lambda *arrays: context.lowering.replay(program.graph, arrays),
-    )
 
 
 def _body(
@@ -429,7 +425,7 @@ def _update(program: StageProgram, context: StageContext) -> StageFunction:
         *(Key(Form.EARLY, v) for v in program.early),
         *(Key(Form.LATE, v) for v in program.imports),
         *(Key(Form.TOTAL, v) for v in summed),
-        *(Key(Form.STACKED, v, m) for v in stacked for m in range(count)),
+        *(Key(Form.STACKED, v, m) for v, m in itertools.product(stacked, range(count))),
         # As the last micro-batch leaves it.
         *(Key(Form.HANDED_ON, v, count) for v in handed_on.values()),
     ]

@@ -62,8 +62,8 @@ def stage_memory(
     """
     slots = instructions.slots
     # The caller holds its arrays until the step is over, unless they are donated.
-    given = {slot for s in stages for slot in instructions.given.get(s, {}).values()}
-    alive = given | {slot for s in stages for slot in instructions.zeros.get(s, {}).values()}
+    given: set[int] = set().union(*(instructions.given.get(s, {}).values() for s in stages))
+    alive = given.union(*(instructions.zeros.get(s, {}).values() for s in stages))
     held = sum(sizes.get(slot, 0) for slot in alive)
     most = held
     peak, parts = held, _parts(alive, sizes, slots)

@@ -141,10 +141,7 @@ def _in_rounds(
     device: Any,
     exchanged: Axes,
     of_tokens: Axes,
-    tokens: Any,
-    chosen: Any,
-    weights: Any,
-    *rest: Any,
+    *pieces: Any,
 ) -> list[Any]:
     """The results for the tokens of this device, and the gradients of its matrices.
 
@@ -152,8 +149,9 @@ def _in_rounds(
         compute: `run_experts` or `run_gradients`.
         device: to which each choice is sent.
         exchanged, of_tokens: axes along which rows are exchanged, and all that split tokens.
-        chosen: numbers of experts on their devices.
+        pieces: tokens, the numbers of the experts chosen on their devices, weights, and the rest.
     """
+    tokens, chosen, weights, *rest = pieces
     is_backward, wide = compute is run_gradients, params.get("wide")
     fixed, gradients = (rest[:-1], rest[-1:]) if is_backward else (rest, ())
     matrices = fixed[:-1] if wide else fixed

@@ -125,8 +125,8 @@ def split_experts(
     """
     experts = experts_on_pieces(
         eqn,
-        [[axes_of(dim) for dim in spec or ()] for spec in given],
-        [[axes_of(dim) for dim in spec] for spec in wanted],
+        [_axes_of_dims(spec) for spec in given],
+        [_axes_of_dims(spec) for spec in wanted],
         _scattered_dims,
         wide_sums=wide_sums,
     )
@@ -135,12 +135,16 @@ def split_experts(
     )
 
 
+def _axes_of_dims(spec: PartitionSpec | None) -> list[tuple[str, ...]]:
+    return [axes_of(dim) for dim in spec or ()]
+
+
 def _axes_lacking(dims: Dims, cut: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Mesh axes that cut a factor which leads none of these dims: a result without the factor is a
     partial sum along them.
     """
     leading = {names[0] for names in dims}
-    return tuple(axis for name, axes in cut.items() if name not in leading for axis in axes)
+    return tuple(itertools.chain(*(axes for name, axes in cut.items() if name not in leading)))
 
 
 def _piece(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
@@ -175,7 +179,7 @@ def scattered_product(
         The result in a list; None if reduce-scatters do not lead to the wanted split.
     """
     contracted, batch = eqn.params["dimension_numbers"]
-    left, right = ([axes_of(dim) for dim in spec] for spec in operands)
+    left, right = map(_axes_of_dims, operands)
     summed_axes = [left[d] for d in contracted[0]]
     aligned = summed_axes == [right[d] for d in contracted[1]] and [left[d] for d in batch[0]] == [
         right[d] for d in batch[1]
@@ -183,11 +187,10 @@ def scattered_product(
     if not aligned:
         return None
     # Dims of the result in terms of the left operand's, then of the right operand's.
-    left_dims, right_dims = (
-        [d for d in range(a.ndim) if d not in (*summed, *shared)]
-        for a, summed, shared in zip(arrays, contracted, batch, strict=True)
-    )
-    left_dims = [*batch[0], *left_dims]
+    free = []
+    for array, summed, shared in zip(arrays, contracted, batch, strict=True):
+        free.append([d for d in range(array.ndim) if d not in (*summed, *shared)])
+    left_dims, right_dims = [*batch[0], *free[0]], free[1]
     shape = [*(arrays[0].shape[d] for d in left_dims), *(arrays[1].shape[d] for d in right_dims)]
     result = wanted(shape)
     scattered = _scattered_dims(
@@ -198,7 +201,9 @@ def scattered_product(
     if not scattered:
         return None
     scattered_axes = set(itertools.chain(*scattered.values()))
-    reduced = [tuple(a for a in axes if a not in scattered_axes) for axes in summed_axes]
+    reduced = []
+    for axes in summed_axes:
+        reduced.append(tuple(a for a in axes if a not in scattered_axes))
 
     def run(*pieces: Any) -> Any:
         (piece,) = bind(eqn, pieces)
@@ -329,7 +334,8 @@ def _mapped_over_devices(
         outs: Sequence[PartitionSpec],
         *given: Any,
     ) -> Sequence[Any]:
-        axes = {str(axis) for spec in (*ins, *outs) for dim in spec for axis in axes_of(dim)}
+        dims = itertools.chain(*ins, *outs)
+        axes = set(map(str, itertools.chain.from_iterable(map(axes_of, dims))))
         axes |= {str(axis) for axis in mesh.axis_names if all_axes}
         if not axes:
             # Along all other axes the partitioner still decides.

@@ -166,7 +166,7 @@ class _Ring(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
         if back:
             first, second = swapped(first, second)
-            even, odd = ([(b, a) for a, b in pairs] for pairs in (even, odd))
+            even, odd = [(b, a) for a, b in even], [(b, a) for a, b in odd]
         first = jax.lax.ppermute(first, self.axes, even)
         second = jax.lax.ppermute(second, self.axes, odd)
         if not back:

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ...graph import Graph, ValueId
+from ...graph import ValueId
 from ...sharding import Layout, MicroBatchPlan, Pins, Spec, TimeKind, TotalConstraints
 from ._apart import Apart
 from ._lowering import AbstractLowering
@@ -49,7 +49,29 @@ class Totals:
     constraints: dict[ValueId, TotalConstraints] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "constraints", _total_constraints(self.plan.whole, self.pins))
+        graph = self.plan.whole
+        pins = self.pins
+        constraints: dict[ValueId, TotalConstraints] = dict(pins.totals)
+        for op in graph.ops:
+            pin = pins.of(op)
+            chain = (
+                constraints.get(op.inputs[0], ())
+                if op.inputs and isinstance(op.inputs[0], int)
+                else ()
+            )
+            if chain and op.name in ("convert_element_type", "transpose") and op.outputs[0] >= 0:
+                order = op.params.get("permutation", range(len(graph.values[op.outputs[0]].shape)))
+                places = {dim: place for place, dim in enumerate(order)}
+                constraints[op.outputs[0]] = tuple(
+                    (tuple(places.get(p, p) for p in spec), minor) for spec, minor in chain
+                )
+            if pin is not None:
+                constraints |= {
+                    out: chain
+                    for out, chain in zip(op.outputs, pin.totals, strict=True)
+                    if out >= 0 and chain
+                }
+        object.__setattr__(self, "constraints", constraints)
 
     def is_summed(self, value: ValueId) -> bool:
         """True if the parts' values are added up as they come: sums and means."""
@@ -139,28 +161,3 @@ class Totals:
             return _REDUCE[spec.kind](stack, axis=lead)
         # Values that are equal on all parts are taken from the last.
         return stack[(-1,) * len(lead)]
-
-
-def _total_constraints(graph: Graph, pins: Pins) -> dict[ValueId, TotalConstraints]:
-    """Constraints on the totals of loop carries and of pinned operators' results, and on those of
-    their casts and transposes: a gradient is often a cast or transpose of its product.
-    """
-    constraints: dict[ValueId, TotalConstraints] = dict(pins.totals)
-    for op in graph.ops:
-        pin = pins.of(op)
-        chain = (
-            constraints.get(op.inputs[0], ()) if op.inputs and isinstance(op.inputs[0], int) else ()
-        )
-        if chain and op.name in ("convert_element_type", "transpose") and op.outputs[0] >= 0:
-            order = op.params.get("permutation", range(len(graph.values[op.outputs[0]].shape)))
-            places = {dim: place for place, dim in enumerate(order)}
-            constraints[op.outputs[0]] = tuple(
-                (tuple(places.get(p, p) for p in spec), minor) for spec, minor in chain
-            )
-        if pin is not None:
-            constraints |= {
-                out: chain
-                for out, chain in zip(op.outputs, pin.totals, strict=True)
-                if out >= 0 and chain
-            }
-    return constraints

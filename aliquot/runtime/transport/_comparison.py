@@ -7,6 +7,7 @@ something else.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -53,18 +54,17 @@ def agree(
         name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in parts.items()
     }
     digests_of_all = exchange(digests, dict[str, str])
-    names = list(dict.fromkeys(name for of in digests_of_all for name in of))
-    different = {
-        name: [
-            k for k, of in enumerate(digests_of_all) if of.get(name) != digests_of_all[0].get(name)
-        ]
-        for name in names
-    }
-    different = {name: others for name, others in different.items() if others}
+    different: dict[str, list[int]] = {}
+    for name in dict.fromkeys(itertools.chain(*digests_of_all)):
+        seen = [of.get(name) for of in digests_of_all]
+        if len(set(seen)) > 1:
+            different[name] = [k for k, digest in enumerate(seen) if digest != seen[0]]
     if not different:
         return
     # All processes see the same digests, so either all of them make these exchanges or none.
-    sums = {name: [zlib.crc32(line.encode()) for line in parts.get(name, ())] for name in different}
+    sums = {}
+    for name in different:
+        sums[name] = [zlib.crc32(line.encode()) for line in parts.get(name, ())]
     sums_of_all = exchange(sums, dict[str, list[int]])
     told: dict[str, list[str]] = {}
     for name, others in different.items():

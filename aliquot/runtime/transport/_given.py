@@ -6,6 +6,7 @@ Where processes pass their own rows alone, only what several of them hold is com
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -44,7 +45,7 @@ def differences(given: Mapping[int, Mapping[str, Given]]) -> list[str]:
             is not compared.
     """
     lines = []
-    for path in dict.fromkeys(path for of in given.values() for path in of):
+    for path in dict.fromkeys(itertools.chain(*given.values())):
         passed = {k: of[path] for k, of in given.items() if path in of}
         than = dict(_different(passed))
         if not than:

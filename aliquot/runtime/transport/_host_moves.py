@@ -10,6 +10,7 @@ and no byte goes twice to the same process.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -55,27 +56,21 @@ def plan_host_move(
     """
     this_process = jax.process_index()
     plain = [words_of(described) for described in structs]
-    pieces = [
-        piece
-        for k, (described, by_process) in enumerate(zip(plain, targets, strict=True))
-        for process, target in sorted(by_process.items())
-        for piece in _pieces(k, described, process, target)
-    ]
+    sends: dict[int, list[_Piece]] = {}
+    arriving: dict[int, list[_Piece]] = {}
+    for k, (described, by_process) in enumerate(zip(plain, targets, strict=True)):
+        for process, target in sorted(by_process.items()):
+            for piece in _pieces(k, described, process, target):
+                if piece.source == this_process:
+                    sends.setdefault(piece.target, []).append(piece)
+                elif piece.target == this_process:
+                    arriving.setdefault(piece.source, []).append(piece)
+    needed = sorted({piece.array for piece in itertools.chain(*sends.values())})
     receives = any(this_process in by_process for by_process in targets)
-    sends = {
-        p.target: [q for q in pieces if (q.source, q.target) == (this_process, p.target)]
-        for p in pieces
-        if p.source == this_process
-    }
     # What stays in this process does not go through a channel.
     local = sends.pop(this_process, [])
     if not sends and not receives:
         return None
-    arriving: dict[int, list[_Piece]] = {}
-    for piece in pieces:
-        if piece.target == this_process and piece.source != this_process:
-            arriving.setdefault(piece.source, []).append(piece)
-    needed = sorted({piece.array for piece in pieces if piece.source == this_process})
     together = (
         _joiner(structs, plain, [by_process.get(this_process) for by_process in targets])
         if receives
@@ -120,11 +115,10 @@ def _pieces(array: int, described: Any, process: int, target: Sharding) -> list[
     for block, devices in devices_by_block(described.sharding, tuple(described.shape)):
         for device in devices:
             held.setdefault(block, {}).setdefault(device.process_index, device)
-    goals = [
-        block
-        for block, devices in devices_by_block(target, tuple(described.shape))
-        if any(device.process_index == process for device in devices)
-    ]
+    goals = []
+    for block, devices in devices_by_block(target, tuple(described.shape)):
+        if any(device.process_index == process for device in devices):
+            goals.append(block)
     pieces = []
     for goal in sorted(goals):
         for within in sorted(held):
@@ -147,28 +141,28 @@ def _joiner(
     array, the block that they belong to, and the block that they are.
     """
     process = jax.process_index()
-    places = [
-        [
-            (device, block)
-            for block, devices in devices_by_block(target, tuple(described.shape))
-            for device in devices
-            if device.process_index == process
-        ]
-        for target, described in zip(targets, plain, strict=True)
-    ]
-    devices = [device for place in places for device, _ in place]
+    places: list[list[Block]] = []
+    here = []
+    for target, described in zip(targets, plain, strict=True):
+        blocks = []
+        for block, devices in devices_by_block(target, tuple(described.shape)):
+            mine = [device for device in devices if device.process_index == process]
+            blocks += [block] * len(mine)
+            here += mine
+        places.append(blocks)
 
     def together(received: Mapping[tuple[int, Block, Block], Any]) -> list[Any]:
         parts: dict[tuple[int, Block], dict[Block, Any]] = {}
         for (k, goal, block), data in received.items():
             parts.setdefault((k, goal), {})[block] = data
         whole = {key: _filled(key[1], blocks, plain[key[0]].dtype) for key, blocks in parts.items()}
-        hosts = [
-            whole[k, block] if (k, block) in whole else _filled(block, {}, plain[k].dtype)
-            for k, place in enumerate(places)
-            for _, block in place
-        ]
-        shards = iter(jax.device_put(hosts, devices))
+        hosts = []
+        for k, blocks in enumerate(places):
+            for block in blocks:
+                if (k, block) not in whole:
+                    whole[k, block] = _filled(block, {}, plain[k].dtype)
+                hosts.append(whole[k, block])
+        shards = iter(jax.device_put(hosts, here))
         found: list[Any] = []
         for struct, described, target, place in zip(structs, plain, targets, places, strict=True):
             found.append(

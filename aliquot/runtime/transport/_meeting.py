@@ -57,11 +57,19 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @staticmethod
     def own(process: int, count: int, run: str) -> Hello:
         versions = {name: version_of(name) for name in _VERSIONS}
+        # A machine, its last start, and the set of processes that this one can see: the boot id
+        # distinguishes machines of the same name; the PID namespace, containers.
+        parts = [platform.node().split()[0] if platform.node().split() else "unknown"]
+        with suppress(OSError):
+            parts += [
+                Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+                os.readlink("/proc/self/ns/pid"),
+            ]
         return Hello(
             process=process,
             count=count,
             run=run,
-            machine=_machine(),
+            machine=" ".join(parts),
             pid=os.getpid(),
             versions=versions,
         )
@@ -316,18 +324,3 @@ def join(host: str, port: int, own_hello: Hello, secret: bytes, timeout_s: float
         key=digest(secret, "run", answer.word),
         service_port=answer.service_port,
     )
-
-
-def _machine() -> str:
-    """Text that identifies this machine, its last start, and the set of processes that this one can
-    see.
-    """
-    # The boot id distinguishes machines of the same name; the PID namespace, containers that cannot
-    # see each other's processes.
-    parts = [platform.node().split()[0] if platform.node().split() else "unknown"]
-    with suppress(OSError):
-        parts += [
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            os.readlink("/proc/self/ns/pid"),
-        ]
-    return " ".join(parts)

@@ -48,8 +48,9 @@ def own_block(homes: Sequence[Sharding], shape: Sequence[int]) -> tuple[slice, .
             continue
         ranges = []
         for dim, size in enumerate(shape):
-            ranges.append([place[dim].indices(size)[:2] for place in places])
-        blocks.add(tuple((min(a for a, _ in each), max(b for _, b in each)) for each in ranges))
+            starts, stops = zip(*(place[dim].indices(size)[:2] for place in places))
+            ranges.append((min(starts), max(stops)))
+        blocks.add(tuple(ranges))
     if not blocks:
         return tuple(slice(0, size if dim else 0) for dim, size in enumerate(shape))
     if len(blocks) > 1:

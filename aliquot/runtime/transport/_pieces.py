@@ -163,9 +163,13 @@ def _composed(
     """Pieces of pieces: a graph may have been cut for scans of one length, and then for those of
     another.
     """
-    return tuple(
-        tuple(_within(p, q) for p in pieces for q in inner[p.position]) for pieces in outer
-    )
+    found = []
+    for pieces in outer:
+        within: list[Piece] = []
+        for p in pieces:
+            within += [_within(p, q) for q in inner[p.position]]
+        found.append(tuple(within))
+    return tuple(found)
 
 
 def _within(outer: Piece, inner: Piece) -> Piece:

@@ -221,14 +221,11 @@ def _giver(
         for array, cut in enumerate(cuts):
             each = cut.on_each(len(receivers))
             shape = (len(receivers), *cut.piece[1:])
-            rows.append(
-                [
-                    jax.make_array_from_single_device_arrays(
-                        shape, end, [held[array, place * each + k] for place, _ in here]
-                    )
-                    for k in range(each)
-                ]
-            )
+            row = []
+            for k in range(each):
+                shards = [held[array, place * each + k] for place, _ in here]
+                row.append(jax.make_array_from_single_device_arrays(shape, end, shards))
+            rows.append(row)
         joined: list[Any] = together(rows)
         return joined
 

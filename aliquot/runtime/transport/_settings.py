@@ -63,9 +63,7 @@ def settings_lines() -> list[str]:
     for variable in _VARIABLES:
         # Of an option that is given twice, the last one counts.
         given = dict(word.partition("=")[::2] for word in os.environ.get(variable, "").split())
-        lines += [
-            f"{name} = {value or 'set'} (in {variable})"
-            for name, value in sorted(given.items())
-            if not any(part in name for part in _NEUTRAL_FLAGS)
-        ]
+        for name, value in sorted(given.items()):
+            if not any(part in name for part in _NEUTRAL_FLAGS):
+                lines.append(f"{name} = {value or 'set'} (in {variable})")
     return lines

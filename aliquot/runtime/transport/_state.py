@@ -58,16 +58,10 @@ def place(
         # One of the new shards may still be the old buffer, even where aliasing is forbidden.
         return moved.copy() if keep else moved
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return _reshard(leaf, sharding)
+        # Between processes only a program moves data.
+        resharded: jax.Array = jax.jit(lambda x: x, out_shardings=sharding)(leaf)
+        return resharded
     return _from_host(leaf, sharding, tuple(shape), path)
-
-
-def _reshard(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array with another sharding over several processes. Between these only a program moves
-    data.
-    """
-    moved: jax.Array = jax.jit(lambda x: x, out_shardings=sharding)(leaf)
-    return moved
 
 
 def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path: str) -> jax.Array:

@@ -4,8 +4,6 @@ memory and everything else that counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,6 +11,8 @@ from ._space import Floats
 
 # Differences of up to so many microseconds or MiB are rounding errors.
 TOLERANCE = 1e-9
+
+_BLOCK = 256
 
 
 def undominated(labels: Floats, groups: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -33,25 +33,20 @@ def undominated(labels: Floats, groups: NDArray[np.int64]) -> NDArray[np.int64]:
             survivors.append(members[np.append(True, memory[1:] < before[:-1] - TOLERANCE)])
             continue
         columns = [quantities[:, 0], *quantities[:, 1:].T[varies]]
-        survivors.append(members[_in_all(columns)])
+        # Positions of points that no earlier point dominates; in blocks, so that few are compared
+        # at a time.
+        points = np.stack(columns)
+        kept: NDArray[np.int64] = np.zeros(0, np.int64)
+        for start in range(0, points.shape[1], _BLOCK):
+            candidates = np.arange(start, min(start + _BLOCK, points.shape[1]))
+            if len(kept):
+                beaten = _none_greater(points[:, kept], points[:, candidates]).any(axis=0)
+                candidates = candidates[~beaten]
+            among = _none_greater(points[:, candidates], points[:, candidates])
+            candidates = candidates[~np.triu(among, 1).any(axis=0)]
+            kept = np.concatenate([kept, candidates])
+        survivors.append(members[kept])
     return np.sort(np.concatenate(survivors))
-
-
-def _in_all(columns: Sequence[Floats], block: int = 256) -> NDArray[np.int64]:
-    """Positions of points that no earlier point dominates. Works in blocks, so that few points are
-    compared at a time.
-    """
-    points = np.stack(columns)
-    survivors: NDArray[np.int64] = np.zeros(0, np.int64)
-    for start in range(0, points.shape[1], block):
-        candidates = np.arange(start, min(start + block, points.shape[1]))
-        if len(survivors):
-            beaten = _none_greater(points[:, survivors], points[:, candidates]).any(axis=0)
-            candidates = candidates[~beaten]
-        among = _none_greater(points[:, candidates], points[:, candidates])
-        candidates = candidates[~np.triu(among, 1).any(axis=0)]
-        survivors = np.concatenate([survivors, candidates])
-    return survivors
 
 
 def _none_greater(these: Floats, those: Floats) -> NDArray[np.bool_]:

@@ -4,6 +4,7 @@ degrees and one of a few sets of recomputed operators. The search treats units l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -105,7 +106,7 @@ def group_layers(space: StageSpace, units: Sequence[tuple[int, int]]) -> Grouped
     if not uniform:
         return None
     levels = {u: recompute_levels(space, u, _LEVELS) for u in uniform}
-    columns = [(u, level) for u in uniform for level in range(max(map(len, levels.values())))]
+    columns = list(itertools.product(uniform, range(max(map(len, levels.values())))))
     signatures = [tuple(space.kinds[a:b].tolist()) for a, b in units]
     kind_of = {signature: k for k, signature in enumerate(dict.fromkeys(signatures))}
     kinds = np.array([kind_of[signature] for signature in signatures])

@@ -48,29 +48,30 @@ class MeasuredChain(AbstractChain):
     def make(cls, problem: SearchProblem, micro_batch: int) -> MeasuredChain:
         """The chain of a problem for one of its micro-batch sizes."""
         uniform = quote_all(problem, micro_batch)
-        rows = tuple(
-            [(size, row) for size, stages in uniform.items() for row in range(len(stages.states))]
-        )
-        degrees = [stages.space.states[s][:2] for stages in uniform.values() for s in stages.states]
+        rows, options = [], []
+        for size, stages in uniform.items():
+            for row, state in enumerate(stages.states):
+                tensor, data = stages.space.states[state][:2]
+                rows.append((size, row))
+                options.append(
+                    StageOption(
+                        name=f"dp{data} tp{tensor}",
+                        submesh=(1, size),
+                        mesh_shape=(data, tensor),
+                        dp=data,
+                        tp=tensor,
+                    )
+                )
         return cls(
             unit_names=tuple(operator.name for operator in problem.chain.operators),
-            options=tuple(
-                StageOption(
-                    name=f"dp{data} tp{tensor}",
-                    submesh=(1, size),
-                    mesh_shape=(data, tensor),
-                    dp=data,
-                    tp=tensor,
-                )
-                for (size, _), (tensor, data) in zip(rows, degrees, strict=True)
-            ),
+            options=tuple(options),
             num_micro_batches=problem.num_micro_batches(micro_batch),
             memory_limit_bytes=problem.memory_limit_mb * _MIB,
             num_hosts=problem.num_nodes,
             devices_per_host=problem.gpus_per_node,
             micro_batch=micro_batch,
             uniform=uniform,
-            rows=rows,
+            rows=tuple(rows),
             work_us=np.concatenate([stages.work_us[:, 0] for stages in uniform.values()]),
         )
 
@@ -88,7 +89,7 @@ class MeasuredChain(AbstractChain):
         limit_bytes: float,
         chunks: int = 1,
     ) -> StageChoice | None:
-        """See `AbstractChain.propose`: with the least recomputation that fits."""
+        """The fastest way to run some layers, with the least recomputation that fits."""
         size, row = self.rows[option]
         uniform = self.uniform[size]
         _, (memory_mb,), (level,), (share,) = uniform.quote(

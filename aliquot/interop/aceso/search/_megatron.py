@@ -75,19 +75,18 @@ def _points(problem: SearchProblem) -> Iterator[Configuration]:
                 or not {rank_batch, micro_batch} & set(problem.micro_batches)
             ):
                 continue
-            yield problem.configuration(
-                micro_batch,
-                tuple(
-                    StageConfiguration(
-                        num_devices=devices,
-                        tensor=(tensor,) * (last - first),
-                        data=(data,) * (last - first),
-                        algorithm=(algorithm,) * (last - first),
-                        recompute=tuple(recomputed and 0 < k < num - 1 for k in range(first, last)),
-                    )
-                    for first, last in itertools.pairwise(cuts)
-                ),
-            )
+            again = [recomputed and 0 < k < num - 1 for k in range(num)]
+            configured = [
+                StageConfiguration(
+                    num_devices=devices,
+                    tensor=(tensor,) * (last - first),
+                    data=(data,) * (last - first),
+                    algorithm=(algorithm,) * (last - first),
+                    recompute=tuple(again[first:last]),
+                )
+                for first, last in itertools.pairwise(cuts)
+            ]
+            yield problem.configuration(micro_batch, tuple(configured))
 
 
 def first_of_layers(chain: OperatorChain) -> list[int]:

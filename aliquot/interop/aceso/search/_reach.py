@@ -143,16 +143,17 @@ class _Reaches:
         key = n, behind, entered, left
         if key not in self._made:
             mine = slice(behind * len(self._rates), (behind + 1) * len(self._rates))
-            self._made[key] = [
-                _Rows.make(
-                    [(begins[entered, mine], ends[left, mine]) for begins, ends in potentials],
-                    self._rates / self._held[behind],
-                    np.where(self._copies == 0, self._least_reserved(n), 0.0),
-                    self._problem.memory_limit_mb,
-                    self._window,
+            self._made[key] = []
+            for potentials in self._potentials(n):
+                self._made[key].append(
+                    _Rows.make(
+                        [(begins[entered, mine], ends[left, mine]) for begins, ends in potentials],
+                        self._rates / self._held[behind],
+                        np.where(self._copies == 0, self._least_reserved(n), 0.0),
+                        self._problem.memory_limit_mb,
+                        self._window,
+                    )
                 )
-                for potentials in self._potentials(n)
-            ]
         return self._made[key]
 
     def _potentials(self, n: int) -> list[list[tuple[Floats, Floats]]]:
@@ -192,10 +193,8 @@ def _reachable_states(space: StageSpace, resharding: bool) -> list[Integers]:
     if resharding:
         return [np.arange(len(space.states))]
     degrees = dict.fromkeys(state[:2] for state in space.states)
-    return [
-        np.array([k for k, state in enumerate(space.states) if state[:2] == each])
-        for each in degrees
-    ]
+    of_states = np.array([state[:2] for state in space.states])
+    return [np.flatnonzero((of_states == each).all(axis=1)) for each in degrees]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -38,17 +38,14 @@ def read_problem(
     Raises:
         InputError: an unknown family or size, a number out of range, or missing measurements.
     """
-    faults = [
-        f"{what} must be at least 1, got {value}"
-        for what, value in (
-            ("the number of nodes", num_nodes),
-            ("the number of GPUs of a node", gpus_per_node),
-            ("the global batch", global_batch),
-            ("the memory limit in MiB", memory_limit_mb),
-            *(("a micro-batch", size) for size in micro_batches),
-        )
-        if value < 1
+    numbers = [
+        ("the number of nodes", num_nodes),
+        ("the number of GPUs of a node", gpus_per_node),
+        ("the global batch", global_batch),
+        ("the memory limit in MiB", memory_limit_mb),
+        *(("a micro-batch", size) for size in micro_batches),
     ]
+    faults = [f"{what} must be at least 1, got {value}" for what, value in numbers if value < 1]
     if not micro_batches:
         faults.append("at least one micro-batch size is needed")
     if faults:

@@ -6,6 +6,7 @@ operator and a column for each state; times of states that cannot be run are inf
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -96,7 +97,8 @@ def make_space(
     ]
     if not degrees:
         return None
-    states = tuple((tp, dp, a) for tp, dp in degrees for a in database.algorithms)
+    pairs = itertools.product(degrees, database.algorithms)
+    states = tuple((tp, dp, algorithm) for (tp, dp), algorithm in pairs)
     names = list(dict.fromkeys(o.name for o in chain.operators))
     by_name = {o.name: o for o in chain.operators}
     kind_of = {name: k for k, name in enumerate(names)}
