@@ -65,10 +65,10 @@ class Held:
 def proposals() -> Iterator[list[Held]]:
     """Collects the proposals that searches for pipelines solve as wholes meanwhile."""
     held: list[Held] = []
-    solve = _solve_stages._solve_stages
+    solve = _solve_stages._Stages.solve
 
-    def solved(method: Any, cut: Any, chain: Any, proposal: Any, *more: Any) -> Any:
-        found = solve(method, cut, chain, proposal, *more)
+    def solved(stages: Any, chain: Any, proposal: Any, *more: Any) -> Any:
+        found = solve(stages, chain, proposal, *more)
         each = Held(
             num_micro_batches=proposal.num_micro_batches,
             num_stages=len(proposal.stages),
@@ -79,7 +79,7 @@ def proposals() -> Iterator[list[Held]]:
         held.append(each)
         return found
 
-    with mock.patch.object(_solve_stages, "_solve_stages", solved):
+    with mock.patch.object(_solve_stages._Stages, "solve", solved):
         yield held
 
 
