@@ -319,7 +319,10 @@ _CPU = Target(
 # 300 GB/s). Overlap: reported steps on 8 to 2,048 devices take about the same time, and the median
 # error is least with 90 % of ZeRO-3's collectives beside compute. Of sums of activations 40 %:
 # layouts of one model with more and with less tensor parallelism are then off by the least (nine
-# reported steps on B200, four on H100). Transfers between stages: Megatron-LM sends while it
+# reported steps on B200, four on H100). Of sums of gradients over several hosts 60 %: steps of one
+# micro-batch on 128 to 1,024 A100 (InternEvo) are then 2 to 12 % too fast (6 to 26 with 90 %), FSDP
+# on 96 H100 (fms-fsdp) 5 and 7 % (16 and 21), but FSDP on 128 A100 22 and 27 % too slow (17 and
+# 15); some of these rows are held out. Transfers between stages: Megatron-LM sends while it
 # computes (D. Narayanan et al., 2021), and its reported steps are shorter than tasks and transfers
 # one after the other. Launch: about 2 us within a CUDA graph, more outside. Usable memory: CUDA
 # context, NCCL buffers and fragmentation take the rest; JAX by itself preallocates only 75 %.
