@@ -470,7 +470,8 @@ def _simple_times(
     """
     best: Decision | None = None
     fastest, fewest = variants[0], 1
-    if cannot_fit(task(variants[0]).problem(1)):
+    is_large = cannot_fit(task(variants[0]).problem(1))
+    if is_large:
         # The last keeps least: the others do not fit in fewer micro-batches.
         least = simple_plan(task(variants[-1]))
         if least is None:
@@ -479,23 +480,31 @@ def _simple_times(
     # A step with `fused` takes little less than with `minimal`, which is looked at first.
     between = [v for v in variants if v.layers and v.layers.startswith("fused")]
     usual = [variant for variant in variants if variant not in between]
-    for k, variant in enumerate(usual):
+    # Where loops copy what they keep, one that keeps less may take less and need more memory.
+    copies = any(op.name == "scan_stack" for op in task(usual[0]).graph.ops)
+    open_ranges = [range(len(usual))]
+    while open_ranges:
+        left = open_ranges.pop()
+        if not left:
+            continue
         if limit and limit.is_over:
             return
-        of_variant = task(variant)
-        known: Decision | None = None
-        is_slower = best is not None and least_compute_s(of_variant.problem(1)) >= best.step_time_s
-        if not is_slower and (known := simple_plan(of_variant, fewest=fewest)) is not None:
+        # Of many that may fit in no number of micro-batches, the middle one tells of half.
+        k = left[(len(left) - 1) // 2] if is_large and not copies else left[0]
+        before, behind = range(left[0], k), range(k + 1, left[-1] + 1)
+        variant, known = usual[k], None
+        is_slower = best and least_compute_s(task(variant).problem(1)) >= best.step_time_s
+        if not is_slower and (known := simple_plan(task(variant), fewest=fewest)) is not None:
             if best is None or known.step_time_s < best.step_time_s:
                 best, fastest = known, variant
             yield variant, known.step_time_s
-        is_whole = known and known.num_micro_batches == (of_variant.num_micro_batches or 1)
-        # Those behind it compute more still, which pays only for fewer micro-batches, or where
-        # loops copy what they keep.
-        copies = any(op.name == "scan_stack" for op in of_variant.graph.ops)
+        is_whole = known and known.num_micro_batches == (task(variant).num_micro_batches or 1)
         if (is_slower or is_whole) and not copies:
-            yield from ((behind, math.inf) for behind in usual[k + 1 :])
-            break
+            # Those behind it compute more still, which pays only for fewer micro-batches.
+            yield from ((each, math.inf) for each in usual[k + 1 :])
+            behind = range(0)
+        # Those before it keep more than one that does not fit.
+        open_ranges += [behind, before if known or is_slower else range(0)]
     for variant in between:
         seconds = math.inf
         if best and variants[variants.index(variant) + 1] is fastest and _has_room(best):

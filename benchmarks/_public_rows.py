@@ -104,6 +104,9 @@ _STATE_IN_HOST = "optimizer states are split inside a host"
 # Frameworks that recompute only where they are told to, so that a row without a word on it does
 # not; and that split the sequence beside tensor parallelism unless they are told not to.
 _MEGATRON_CORE = ("Megatron-Bridge", "NeMo")
+# Frameworks whose parameters and gradients are in 16 bits, beside a float32 copy of the parameters:
+# micro-batches are summed in 16 bits. Megatron's are summed in float32.
+_GRADIENTS_IN_16_BITS = ("InternEvo",)
 # Frameworks whose kernels, written by hand or by `torch.compile`, compute norms and activation
 # functions again in the backward pass where nothing is recomputed. Of others this is not known.
 _KERNELS_FUSE = ("Megatron", "NeMo", "fms-fsdp", "modded-nanogpt", "llm.c")
@@ -282,6 +285,8 @@ def _settings(row: dict[str, Any], recompute: str) -> dict[str, Any]:
         fields["head_size"] = head
     half = "float16" if row["precision"].lower().startswith("fp16") else "bf16"
     dtype = half
+    if row["framework"].startswith(_GRADIENTS_IN_16_BITS):
+        dtype = "bf16-master"
     if _is_fp8(row):
         precision = row["precision"].lower()
         # Torchao scales by the arrays themselves; by whole ones where nothing else is said.

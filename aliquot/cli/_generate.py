@@ -328,7 +328,9 @@ def _weights(
         return params
     from ._resume import restored_weights
 
-    restored = restored_weights(source, fresh, path, name, say)
+    restored, notes = restored_weights(source, fresh, path, name)
+    for line in notes:
+        say.note(line)
     if restored.new:
         some = ", ".join(restored.new[:3])
         raise InputError(

@@ -17,9 +17,10 @@ SeqLen = Annotated[int | None, option("Tokens in a sequence; short for --set seq
 Dtype = Annotated[
     str | None,
     option(
-        "float32, bf16, fp8 (linear layers multiply in 8 bits, scaled by the last step's maxima;"
-        " fp8-tensor and fp8-rows: by their own, of arrays or of rows), float16 or float64; by"
-        " default bf16, or float16 where that is faster."
+        "float32, bf16 (bf16-master: parameters and gradients, too, beside a float32 copy that the"
+        " optimizer updates), fp8 (linear layers multiply in 8 bits, scaled by the last step's"
+        " maxima; fp8-tensor and fp8-rows: by their own, of arrays or of rows), float16 or float64;"
+        " by default bf16, or float16 where that is faster."
     ),
 ]
 Settings = Annotated[

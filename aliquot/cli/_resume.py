@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,14 @@ def begin(
             )
     state = step.init(workload.init, jax.random.key(seed))
     if options.init_from is not None:
-        state = {**state, "params": _weights(options.init_from, state["params"], workload, say)}
+        weights, notes = _weights(options.init_from, state["params"], workload)
+        for line in notes:
+            say.note(line)
+        state = {**state, "params": weights}
+        # The copy that an optimizer keeps of parameters in 16 bits begins with all bits of them.
+        if workload.keeps_master:
+            copy, _ = _weights(options.init_from, state["opt_state"]["master"], workload)
+            state["opt_state"] = {**state["opt_state"], "master": copy}
     return Resumed(state=state, done=0, position=None, meta=meta)
 
 
@@ -146,27 +154,32 @@ def opened(path: Path, option: str) -> Checkpoints:
 
 
 def restored_weights(
-    source: Checkpoints, params: Any, path: Path, name: str, say: Session
-) -> Restored:
-    """The parameters of a model in the newest checkpoint of a folder, as far as it has them; says
-    what was remarked on reading them.
+    source: Checkpoints, params: Any, path: Path, name: str
+) -> tuple[Restored, list[str]]:
+    """The parameters of a model in the newest checkpoint of a folder, as far as it has them, and
+    what is to be said of them.
 
     Raises:
         InputError: some have other shapes, or none is there.
     """
     try:
         restored = source.restore({"params": params}, partly=True)
+        assert restored is not None
+        if any(place.startswith("opt_state.master") for place in restored.left_out):
+            # The optimizer's copy of the parameters has all their bits.
+            copy = source.restore({"opt_state": {"master": params}}, restored.number, partly=True)
+            assert copy is not None
+            if len(copy.new) == len(restored.new):
+                weights = {"params": copy.state["opt_state"]["master"]}
+                restored = dataclasses.replace(restored, state=weights)
     except InputError as error:
         raise InputError(f"the weights in {path} are not those of {name}: {error}") from None
-    assert restored is not None
-    for line in (*restored.skipped, *restored.notes):
-        say.note(line)
-    return restored
+    return restored, [*restored.skipped, *restored.notes]
 
 
-def _weights(path: Path, params: Any, workload: Workload, say: Session) -> Any:
+def _weights(path: Path, params: Any, workload: Workload) -> tuple[Any, list[str]]:
     """The parameters with which a model begins: those that the newest checkpoint of a folder, or a
-    model of Hugging Face in it, has as well, and the others as they are. Says which.
+    model of Hugging Face in it, has as well, and the others as they are; and which these are.
 
     Raises:
         InputError: some have other shapes, or none is there.
@@ -175,12 +188,10 @@ def _weights(path: Path, params: Any, workload: Workload, say: Session) -> Any:
 
     if is_hugging_face(path):
         params, notes = read_weights(path, workload.config, params)
-        for line in (f"beginning with the weights in {path}", *notes):
-            say.note(line)
-        return params
+        return params, [f"beginning with the weights in {path}", *notes]
     name = workload.config.name
-    restored = restored_weights(opened(path, "--init-from"), params, path, name, say)
-    say.note(f"beginning with the weights in {path} (step {restored.number})")
+    restored, notes = restored_weights(opened(path, "--init-from"), params, path, name)
+    notes.append(f"beginning with the weights in {path} (step {restored.number})")
     # The rest of a state, such as the optimizer's, is never taken over.
     left_out = [place for place in restored.left_out if place.startswith("params")]
     for places, what in (
@@ -189,5 +200,5 @@ def _weights(path: Path, params: Any, workload: Workload, say: Session) -> Any:
     ):
         if places:
             some = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
-            say.note(f"note: {counted(len(places), 'array')} {what}: {some}")
-    return restored.state["params"]
+            notes.append(f"note: {counted(len(places), 'array')} {what}: {some}")
+    return restored.state["params"], notes

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 
@@ -22,10 +24,25 @@ from ._evaluate import evaluate
 from ._inline import Inliner
 from ._matching import match_state
 from ._memory import refuse_work_on_host
-from ._phases import assign_phases
+from ._phases import Draft, assign_phases
 from ._recompute_layers import recomputing
 from ._roles import assign_roles, batch_paths, reach_of
-from ._types import Block, Graph, Input, Op, OpId, Output, Phase, Role, Value, ValueId
+from ._types import (
+    NO_VALUE,
+    Block,
+    Call,
+    Graph,
+    Input,
+    Literal,
+    Op,
+    Operand,
+    OpId,
+    Output,
+    Phase,
+    Role,
+    Value,
+    ValueId,
+)
 
 # The most traces of a step that are spent on finding which of its numbers must be static.
 _MOST_TRIALS = 8
@@ -220,6 +237,8 @@ def with_recomputation(graph: Graph, name: str, *, like: Graph | None = None) ->
     calling = replace(graph.calling, recompute=how, as_written=graph, **fresh)
     with _garbage_collection_paused():
         known = replace(loose, calling=calling)
+        if all(_is_plain_region(call) for call in known.body.items if isinstance(call, Call)):
+            return _numbered(known)
         structs = [
             compat.shape_struct(leaf, known.values[item.value].shape)
             for item, leaf in zip(known.inputs, known.calling.call.leaves, strict=True)
@@ -236,6 +255,87 @@ def with_recomputation(graph: Graph, name: str, *, like: Graph | None = None) ->
             constants=traced.constants,
             outputs=tuple([replace(old, value=value) for old, value in outputs]),
         )
+
+
+def _is_plain_region(call: Call) -> bool:
+    return call.kind == "remat" and not any(isinstance(i, Call) for i in call.blocks[0].items)
+
+
+def _numbered(loose: Graph) -> Graph:
+    """The graph that a trace of a step in loose form gives, without tracing it.
+
+    Args:
+        loose: of operators, and of regions that hold nothing but operators.
+    """
+    sequence: list[tuple[Op, int, str]] = []
+    regions = 0
+    for item in loose.body.items:
+        if isinstance(item, Call):
+            regions += 1
+            outer = str(item.eqn.source_info.name_stack)
+            for inner in item.blocks[0].items:
+                op = loose.ops[cast(OpId, inner)]
+                # As JAX names an operator in a region: by the innermost call around it alone.
+                own = str(op.eqn.source_info.name_stack)
+                sequence.append((op, regions, f"{outer}/{own}" if outer and own else outer or own))
+        else:
+            sequence.append((loose.ops[item], 0, loose.ops[item].scope))
+    reads = [op.inputs for op, _, _ in sequence]
+    returned = [output.value for output in loose.outputs]
+    is_read = {i for i in itertools.chain(returned, *reads) if type(i) is not Literal}
+    numbers: dict[ValueId, Operand] = {}
+    values: list[Value] = []
+
+    def number(old: ValueId) -> ValueId:
+        known = loose.values[old]
+        new = numbers[old] = ValueId(len(values))
+        values.append(known if known.index == new else replace(known, index=new))
+        return new
+
+    def read(operands: Iterable[Operand]) -> tuple[Operand, ...]:
+        return tuple([i if type(i) is Literal else numbers[i] for i in operands])
+
+    given = [number(item.value) for item in loose.inputs]
+    constants = {number(v): loose.constants[v] for v in loose.constants if v in is_read}
+    drafts: list[Draft] = []
+    places: list[OpId | None] = []
+    for op, region, scope in sequence:
+        inputs = read(op.inputs)
+        if op.name == "convert_element_type" and type(inputs[0]) is Literal:
+            # As JAX folds it.
+            numbers[op.outputs[0]] = _converted(inputs[0], loose.values[op.outputs[0]].dtype)
+            places.append(None)
+            continue
+        outputs = tuple([NO_VALUE if o < 0 else number(o) for o in op.outputs])
+        places.append(OpId(len(drafts)))
+        drafts.append(Draft(op.name, inputs, outputs, op.params, scope, 1, op.eqn, region))
+    place = iter(places)
+    items: list[OpId | Call] = []
+    for item in loose.body.items:
+        if isinstance(item, Call):
+            (block,) = item.blocks
+            inside = tuple([k for k in itertools.islice(place, len(block.items)) if k is not None])
+            taken, results = read(block.inputs), read(block.outputs)
+            body = Block(inputs=taken, items=inside, outputs=results)
+            made = cast("tuple[ValueId, ...]", results)
+            items.append(replace(item, blocks=(body,), inputs=taken, outputs=made))
+        elif (k := next(place)) is not None:
+            items.append(k)
+    ends = read(returned)
+    return replace(
+        loose,
+        values=tuple(values),
+        ops=_in_phases(drafts, len(values), {}),
+        body=Block(inputs=tuple(given), items=tuple(items), outputs=ends),
+        inputs=tuple([replace(i, value=v) for i, v in zip(loose.inputs, given, strict=True)]),
+        constants=constants,
+        outputs=tuple([replace(o, value=v) for o, v in zip(loose.outputs, ends, strict=True)]),
+    )
+
+
+def _converted(literal: Literal, dtype: str) -> Literal:
+    value = np.asarray(literal.value).astype(jnp.dtype(dtype))[()]
+    return Literal(value=value, shape=literal.shape, dtype=dtype, memory=literal.memory)
 
 
 @contextlib.contextmanager
@@ -274,25 +374,32 @@ class _Traced(msgspec.Struct, frozen=True, kw_only=True):
                 " most. Make the model or the batch smaller."
             )
         drafts = inliner.drafts
-        phases = assign_phases(drafts, len(values), inliner.decided)
-        ops = tuple(
-            [
-                Op(
-                    index=OpId(index),
-                    name=draft.name,
-                    inputs=draft.inputs,
-                    outputs=draft.outputs,
-                    params=draft.params,
-                    phase=phase,
-                    scope=draft.scope,
-                    trips=draft.trips,
-                    eqn=draft.eqn,
-                    region=draft.region,
-                )
-                for index, (draft, phase) in enumerate(zip(drafts, phases, strict=True))
-            ]
-        )
+        ops = _in_phases(drafts, len(values), inliner.decided)
         return cls(values=values, ops=ops, body=body, inputs=inputs, constants=inliner.constants)
+
+
+def _in_phases(
+    drafts: Sequence[Draft], num_values: int, decided: Mapping[ValueId, Sequence[ValueId]]
+) -> tuple[Op, ...]:
+    """The operators, each with its phase."""
+    phases = assign_phases(drafts, num_values, decided)
+    return tuple(
+        [
+            Op(
+                index=OpId(index),
+                name=draft.name,
+                inputs=draft.inputs,
+                outputs=draft.outputs,
+                params=draft.params,
+                phase=phase,
+                scope=draft.scope,
+                trips=draft.trips,
+                eqn=draft.eqn,
+                region=draft.region,
+            )
+            for index, (draft, phase) in enumerate(zip(drafts, phases, strict=True))
+        ]
+    )
 
 
 def _inputs(

@@ -127,7 +127,7 @@ class _Sites(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Cached, because each way to recompute asks for the layers of the same step.
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def _sites(graph: Graph, places: Places | None) -> _Sites:
     """The sites of layers; none where a step recomputes already, or takes no gradients.
 

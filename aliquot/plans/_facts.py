@@ -28,11 +28,12 @@ _LEAST_GAP = 1e-4
 # A bound on a schedule's closed form holds for the closed form alone: a simulation may lie on
 # either side of it.
 _CLOSED_FORM = "closed forms of "
-# How products in 8 bits are scaled, by the zoo's dtypes.
-_SCALED = {
-    "fp8": ", scaled by the last step's maxima",
-    "fp8-tensor": ", scaled by the maxima of arrays",
-    "fp8-rows": ", scaled by the maxima of rows",
+# The zoo's dtypes where they say more than the type of products.
+_DTYPES = {
+    "bf16-master": "bf16, as parameters and gradients; the optimizer updates a float32 copy",
+    "fp8": "fp8, scaled by the last step's maxima",
+    "fp8-tensor": "fp8-tensor, scaled by the maxima of arrays",
+    "fp8-rows": "fp8-rows, scaled by the maxima of rows",
 }
 # Sets of plans among which a bound holds, by their names in plan files.
 _SCOPES = {
@@ -80,9 +81,9 @@ def fact_rows(plan: Plan) -> list[tuple[str, str]]:
         # The largest array of the batch, and the type of most matrix products.
         largest = max(batch, key=lambda array: math.prod(array.shape))
         dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", ""))
-        products = f"; most matmuls in {dtype}" if dtype else ""
         if plan.model.kind == "zoo":
-            products += _SCALED.get(dtype, "")
+            dtype = _DTYPES.get(dtype, dtype)
+        products = f"; most matmuls in {dtype}" if dtype else ""
         shape = f"{largest.dtype}[{', '.join(map(str, largest.shape))}]"
         rows.append(("batch", f"{largest.path.removeprefix('batch.')} {shape}{products}"))
     rows += [row for row in summary if row[0] in _DECISIONS]

@@ -263,7 +263,8 @@ class Checkpoints:
                 lists, with random keys as their words.
             number: of the checkpoint.
             partly: `into` is a tree of arrays, of which only those are restored that the checkpoint
-                has at the same places. The others stay as they are; see `Restored`.
+                has at the same places. The others stay as they are; see `Restored`. Floats of
+                another width are rounded or widened.
 
         Returns:
             The checkpoint, or None if there is none yet and no number was asked for.

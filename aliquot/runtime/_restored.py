@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import msgspec
+
 from ..core import InputError, listing
 from .checkpoints import Record, SavedArray, Target, differences
 from .transport import PiecedArray, Rows, struct
@@ -54,6 +57,13 @@ def target_of(leaf: Any) -> Target:
     return Target(described=described, places=() if sharding is None else (Rows(sharding),))
 
 
+def _as_saved(saved: SavedArray, wanted: SavedArray) -> SavedArray:
+    """What is wanted, in the dtype in which it was saved where both are floats."""
+    if all(jnp.issubdtype(jnp.dtype(each.dtype), jnp.floating) for each in (saved, wanted)):
+        return msgspec.structs.replace(wanted, dtype=saved.dtype)
+    return wanted
+
+
 def shared(
     record: Record, names: Sequence[str], leaves: Sequence[Any], folder: Path
 ) -> tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]:
@@ -61,7 +71,8 @@ def shared(
     that only the tree has, and those that only the checkpoint has.
 
     Raises:
-        InputError: some have other shapes or dtypes in the tree, or there are none.
+        InputError: some have other shapes in the tree, or dtypes that are not both of floats, or
+            there are none.
     """
     theirs = {array.path: array for array in record.arrays}
     both = {name: k for k, name in enumerate(names) if name in theirs}
@@ -77,15 +88,15 @@ def shared(
                 "Name a checkpoint of the same model, or pass the tree by the checkpoint's names.",
             )
         )
-    mine = [saved_array(name, leaves[k]) for name, k in both.items()]
+    mine = [_as_saved(theirs[name], saved_array(name, leaves[k])) for name, k in both.items()]
     differing = differences([theirs[name] for name in both], mine)
     if differing:
         raise InputError(
             listing(
                 f"{where} has other shapes",
                 differing,
-                "Only arrays of the same shape and dtype are restored: build the model as it was"
-                " saved.",
+                "Only arrays of the same shape are restored, floats also in another width: build"
+                " the model as it was saved.",
             )
         )
     new = tuple(name for name in names if name not in both)

@@ -19,17 +19,22 @@ class Precision:
 
     Their scales are the last step's ("delayed"), or those of the arrays themselves: one for each
     ("tensor"), or for each row and column of each ("rows").
+
+    With `keeps_master` the state holds parameters in `compute`, and the optimizer a copy of them in
+    `params`, which it updates: gradients and their sums over micro-batches are in `compute`.
     """
 
     compute: str
     params: str
     is_fp8: bool = False
     scales: str = "delayed"
+    keeps_master: bool = False
 
 
 PRECISIONS: dict[str, Precision] = {
     "float32": Precision(compute="float32", params="float32"),
     "bf16": Precision(compute="bfloat16", params="float32"),
+    "bf16-master": Precision(compute="bfloat16", params="float32", keeps_master=True),
     "fp8": Precision(compute="bfloat16", params="float32", is_fp8=True),
     "fp8-tensor": Precision(compute="bfloat16", params="float32", is_fp8=True, scales="tensor"),
     "fp8-rows": Precision(compute="bfloat16", params="float32", is_fp8=True, scales="rows"),

@@ -69,6 +69,13 @@ class Workload:
     flops_per_step: int
     attention: str
 
+    @property
+    def keeps_master(self) -> bool:
+        """Whether the optimizer keeps a copy of the parameters with more bits, which is
+        `state["opt_state"]["master"]`.
+        """
+        return PRECISIONS[self.settings["dtype"]].keeps_master
+
 
 def build(
     model: str | AbstractConfig | Mapping[str, Any],
@@ -96,12 +103,13 @@ def build(
         global_batch: Sequences or images per step, over all devices.
         overrides: Fields of the configuration to change, as for `configure`.
         dtype: Dtype in which the model computes: `"bf16"`, `"float16"` or `"float32"`, with float32
-            parameters; `"fp8"`: bf16, but the linear layers of blocks multiply in 8-bit floats,
-            scaled by the last step's maxima; `"fp8-tensor"` and `"fp8-rows"`: by maxima of the
-            arrays, or of their rows, themselves, so that micro-batches are not exact; or
-            `"float64"` throughout, for comparisons. Other usual names, such as
-            `"bfloat16"` and `"fp16"`, are understood. By default bf16, and float32 for models of
-            images.
+            parameters; `"bf16-master"`: parameters and gradients in bf16, and a float32 copy of the
+            parameters that the optimizer updates; `"fp8"`: bf16, but the linear layers of blocks
+            multiply in 8-bit floats, scaled by the last step's maxima; `"fp8-tensor"` and
+            `"fp8-rows"`: by maxima of the arrays, or of their rows, themselves, so that
+            micro-batches are not exact; or `"float64"` throughout, for comparisons. Other usual
+            names, such as `"bfloat16"` and `"fp16"`, are understood. By default bf16, and float32
+            for models of images.
         recompute: What each block keeps for its backward pass, which computes all else again:
             `"block"` only its input, `"none"` everything; `"fused"`, `"minimal"`, `"save_qkv"`,
             `"save_attention"`: see `RECOMPUTE`. With a number, such as `"block:2"`, only every
@@ -168,6 +176,7 @@ def build(
         update = Update(
             OPTIMIZERS[optimizer](rate, weight_decay, momentum),
             dynamic_scale=loss_scaling == "dynamic",
+            params_dtype=dtypes.compute if dtypes.keeps_master else None,
             rate=rate,
             clip_norm=clip_norm,
             reports_norm=grad_norm,
@@ -254,6 +263,7 @@ def build_layers(
         update = Update(
             OPTIMIZERS["adamw"](rate, None, 0.0),
             dynamic_scale=False,
+            params_dtype=dtypes.compute if dtypes.keeps_master else None,
             rate=rate,
             clip_norm=None,
             reports_norm=False,

@@ -68,6 +68,8 @@ OPTIMIZERS: dict[str, Callable[[Rate, float | None, float], optax.GradientTransf
 class Update:
     """Applies an optimizer to a tree of parameters with `layers`, after undoing the loss scale if
     there is one, and clipping the gradients if that is asked for.
+
+    Where parameters are in 16 bits, the optimizer updates its master copy of them in more bits.
     """
 
     def __init__(
@@ -75,17 +77,20 @@ class Update:
         optimizer: optax.GradientTransformation,
         *,
         dynamic_scale: bool,
+        params_dtype: str | None = None,
         rate: Rate = 0.0,
         clip_norm: float | None = None,
         reports_norm: bool = False,
     ) -> None:
         """
         Args:
+            params_dtype: of parameters beside a master copy; None if there is no master copy.
             rate: the learning rate of the optimizer; if it changes, figures tell it.
             clip_norm: larger gradients, as a whole, are scaled down to this norm.
             reports_norm: whether the norm of the gradients is a figure although nothing is clipped.
         """
         self.optimizer, self.dynamic_scale = optimizer, dynamic_scale
+        self._params_dtype = params_dtype
         self._rate, self._clip_norm = rate, clip_norm
         self._needs_norm = reports_norm or clip_norm is not None
         self._update_part = jax.jit(self._plain_part)
@@ -94,8 +99,12 @@ class Update:
         self._squares = jax.jit(_sum_of_squares)
 
     def init(self, params: Tree) -> dict[str, Tree]:
-        """The training state apart from parameters and step number."""
-        state: dict[str, Tree] = {"opt_state": self.optimizer.init(params)}
+        """The training state without its step number, from parameters as the network makes them."""
+        opt_state = self.optimizer.init(params)
+        state: dict[str, Tree] = {"params": params, "opt_state": opt_state}
+        if self._params_dtype is not None:
+            state["params"] = jax.tree.map(lambda p: p.astype(self._params_dtype), params)
+            state["opt_state"] = {"master": params, "optimizer": opt_state}
         if self.dynamic_scale:
             state["loss_scale"] = {
                 "scale": jnp.full((), INITIAL_LOSS_SCALE, jnp.float32),
@@ -205,14 +214,22 @@ class Update:
     def _plain_part(
         self, grads: Tree, opt_state: Tree, params: Tree, norm: jax.Array | None
     ) -> tuple[Tree, Tree]:
+        weights, inner = params, opt_state
+        if self._params_dtype is not None:
+            weights, inner = opt_state["master"], opt_state["optimizer"]
+            grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
         if self._clip_norm is not None and norm is not None:
             most = self._clip_norm
             # As `optax.clip_by_global_norm` does it, but the norm is that of all parts.
             grads = jax.tree.map(
                 lambda g: jnp.where(norm < most, g, g / norm.astype(g.dtype) * most), grads
             )
-        updates, new_opt_state = self.optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), new_opt_state
+        updates, inner = self.optimizer.update(grads, inner, weights)
+        weights = optax.apply_updates(weights, updates)
+        if self._params_dtype is None:
+            return weights, inner
+        new = jax.tree.map(lambda w: w.astype(self._params_dtype), weights)
+        return new, {"master": weights, "optimizer": inner}
 
     def _guarded_part(
         self,
@@ -250,8 +267,9 @@ def _all_finite(tree: Tree) -> jax.Array:
 
 
 def _sum_of_squares(tree: Tree, unscale: jax.Array | None) -> jax.Array:
-    """The sum over all elements of their squares, in the dtype of the parameters."""
+    """The sum over all elements of their squares, in at least 32 bits."""
     if unscale is not None:
         tree = jax.tree.map(lambda g: g * unscale.astype(g.dtype), tree)
-    squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)]
+    leaves = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in jax.tree.leaves(tree)]
+    squares = [jnp.sum(jnp.square(leaf)) for leaf in leaves]
     return sum(squares[1:], start=squares[0])

@@ -8,13 +8,16 @@ import os
 import shutil
 import signal
 
+import jax
+import numpy as np
 import pytest
 from command_line import refused, run
 
 from aliquot.data import Windows
 from aliquot.plans import Plan
 from aliquot.report import read_metrics
-from aliquot.zoo import MODELS
+from aliquot.runtime import Checkpoints
+from aliquot.zoo import MODELS, build
 
 SMALL = {
     "num_layers": 1,
@@ -191,6 +194,37 @@ def test_weights_of_another_run_begin_a_new_one(whole, text, tmp_path):
         "are not those of gpt-10m",
         "is float64[256, 16] in the checkpoint and float64[256, 32] here",
     )
+
+
+def test_a_copy_in_32_bits_begins_with_all_bits_of_the_weights(whole, text, tmp_path):
+    begin = ("--global-batch", 8, "--method", "megatron:zero1", "--init-from", whole[0])
+    # Nothing is learned: 1 + 1e-30 is 1.
+    still = ("--dtype", "bf16-master", "--optimizer", "sgd", "--lr", 1e-30)
+    done = train(text, *begin, *still, "--out", tmp_path, "--save-every", 1, steps=1)
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("beginning with the weights in") == 1
+    with jax.enable_x64(True):
+        made = build("gpt-10m", 8, dtype="float64")
+        weights = restored(whole[0], {"params": made.init(jax.random.key(0))["params"]})["params"]
+    made = build("gpt-10m", 8, dtype="bf16-master", optimizer="sgd")
+    state = restored(tmp_path, made.init(jax.random.key(0)))
+    for leaf, copy, rounded in zip(
+        *map(jax.tree.leaves, (weights, state["opt_state"]["master"], state["params"])), strict=True
+    ):
+        np.testing.assert_array_equal(copy, np.asarray(leaf, "float32"))
+        np.testing.assert_array_equal(rounded, np.asarray(copy).astype(rounded.dtype))
+    # A run in float32 begins with the copy, not with the parameters that were rounded.
+    wide = ("--global-batch", 8, "--method", "dp", "--optimizer", "sgd", "--lr", 1e-30)
+    more = ("--dtype", "float32", "--save-every", 1, "--init-from", tmp_path)
+    done = train(text, *wide, *more, "--out", tmp_path / "wide", steps=1)
+    assert done.exit_code == 0, done.output
+    made = build("gpt-10m", 8, dtype="float32", optimizer="sgd")
+    wide_params = restored(tmp_path / "wide", made.init(jax.random.key(0)))["params"]
+    jax.tree.map(np.testing.assert_array_equal, wide_params, state["opt_state"]["master"])
+
+
+def restored(folder, like):
+    return Checkpoints(folder / "checkpoints").restore(like, partly=True).state
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from graph.random_layers import random_layers
 
 from aliquot.core import RECOMPUTE, recompute_ways
 from aliquot.graph import (
+    _capture,
     capture,
     evaluate,
     recompute_names,
@@ -84,6 +85,41 @@ def test_the_same_products_are_repeated_as_by_checkpoint(model, scan):
         assert products(with_recomputation(plain, name)) == products(of_zoo(model, name, scan)), (
             name
         )
+
+
+def as_plain_data(graph):
+    """All of a graph that planners read; literals by their number in their dtype."""
+
+    def plain(operands):
+        return [i if isinstance(i, int) else (str(np.asarray(i.value, i.dtype))) for i in operands]
+
+    def block(of):
+        inner = [item if isinstance(item, int) else call(item) for item in of.items]
+        return plain(of.inputs), inner, plain(of.outputs)
+
+    def call(item):
+        return item.kind, plain(item.inputs), item.outputs, [block(each) for each in item.blocks]
+
+    ops = [
+        (op.index, op.name, plain(op.inputs), op.outputs, op.phase, op.scope, op.trips, op.region)
+        for op in graph.ops
+    ]
+    ends = [(i.path, i.value, i.role, i.output) for i in graph.inputs]
+    ends += [(o.path, *plain([o.value])) for o in graph.outputs]
+    return graph.values, ops, block(graph.body), ends, list(graph.constants)
+
+
+@pytest.mark.parametrize("model", ["gpt-125m", "llama-7b", "t5-770m", "qwen3-30b-a3b"])
+def test_written_out_layers_are_numbered_as_a_trace_numbers_them(model, monkeypatch):
+    plain = of_zoo(model, "none", False)
+    for name in recompute_names(plain)[1:]:
+        numbered = with_recomputation(plain, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(_capture, "_is_plain_region", lambda call: False)
+            traced = with_recomputation(plain, name)
+        assert as_plain_data(numbered) == as_plain_data(traced), name
+        # Layers share their equations, so that what is asked of one is known of all.
+        assert len({id(op.eqn) for op in numbered.ops}) < len({id(op.eqn) for op in traced.ops})
 
 
 def test_what_is_kept_decreases_from_way_to_way():

@@ -51,7 +51,7 @@ def batch_of(workload, seed=0):
     return {"inputs": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bf16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bf16", "bf16-master", "float16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_no_type_is_promoted_silently(name, dtype, optimizer):
     with jax.numpy_dtype_promotion("strict"):
@@ -120,7 +120,7 @@ def stacked(tree):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bf16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bf16", "bf16-master", "float16"])
 def test_abstract_state_is_what_init_and_step_give(name, dtype, scan):
     workload = tiny(name, dtype=dtype, scan=scan)
     made = jax.eval_shape(workload.init, jax.random.key(0))

@@ -1,5 +1,7 @@
 """The update, layer by layer, is the optimizer's own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,26 @@ def params_like(seed, scan):
     if scan:
         layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     return {"embed": draw(keys[3], 4, 3), "layers": layers}
+
+
+def test_a_master_copy_is_updated_as_parameters_would_be():
+    made = OPTIMIZERS["adamw"](0.1, None, 0.0)
+    update = Update(made, dynamic_scale=False, params_dtype="bfloat16", clip_norm=2.0)
+    params = params_like(0, scan=False)
+    state, opt_state = update.init(params), made.init(params)
+    for step in range(1, 4):
+        grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), params_like(step, scan=False))
+        norm = update.norm(state, grads)
+        # Squares are summed in float32, whatever the gradients are in.
+        exact = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        assert float(norm) == pytest.approx(float(optax.tree.norm(exact)), rel=1e-6)
+        state = update(state, grads, norm)
+        exact = jax.tree.map(functools.partial(jnp.multiply, 2.0 / norm), exact)
+        updates, opt_state = made.update(exact, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        assert_equal(state["opt_state"]["master"], params)
+        rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16), state["opt_state"]["master"])
+        assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), state["params"], rounded))
 
 
 def assert_equal(got, want):

@@ -8,7 +8,7 @@ returns it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -333,27 +333,42 @@ def _latest(cuts: Cuts, target: Target) -> list[int]:
     Of two products that read the same array, such as those for the values and for the weights of
     attention, the one whose reader is further from the end runs first.
     """
-    graph, classes = cuts.graph, cuts.folding.op_class.tolist()
-    runs_at = list(range(len(graph.ops)))
-    first_use = [len(graph.ops)] * len(graph.values)
-    only_stacked = [target.delays_gradients] * len(graph.values)
+    ops, classes = cuts.graph.ops, cuts.folding.op_class.tolist()
+    moves = [rearranges(op) for op in cuts.first]
+    contracts = [rule.contracts for rule in cuts.rules]
+    may_wait = [
+        moved or rule.contracts or bool(rule.reduced)
+        for moved, rule in zip(moves, cuts.rules, strict=True)
+    ]
+    end = len(ops)
+    runs_at = list(range(end))
+    first_use = [end] * len(cuts.graph.values)
+    only_stacked = [target.delays_gradients] * len(cuts.graph.values)
     # In reverse, as the readers of its results decide where an operator runs.
-    for op in reversed(graph.ops):
-        results = [o for o in op.outputs if o >= 0 and first_use[o] < len(graph.ops)]
-        used = min((first_use[o] for o in results), default=len(graph.ops))
-        waits = bool(results) and all(only_stacked[o] for o in results)
-        moves, rule = rearranges(op), cuts.rules[classes[op.index]]
-        late = (moves or rule.contracts) if target.runs_latest else waits and not op.is_link
-        late = late and (moves or rule.contracts or bool(rule.reduced))
-        if late and op.phase is Phase.BACKWARD:
-            if used < len(graph.ops) and graph.ops[used].phase is Phase.BACKWARD:
-                # An operator that only rearranges elements runs with its reader, a product right
-                # before it, but never earlier than in program order.
-                runs_at[op.index] = used if moves else max(used - 1, op.index)
+    for op in reversed(ops):
+        index: int = op.index
+        used, is_read, waits = end, False, True
+        for o in op.outputs:
+            if o >= 0 and first_use[o] < end:
+                is_read = True
+                used = min(used, first_use[o])
+                waits = waits and only_stacked[o]
+        waits = waits and is_read
+        kind, at = classes[index], index
+        if used < end and may_wait[kind] and op.phase is Phase.BACKWARD:
+            late = (moves[kind] or contracts[kind]) if target.runs_latest else waits
+            if late and (target.runs_latest or not op.is_link):
+                if ops[used].phase is Phase.BACKWARD:
+                    # An operator that only rearranges elements runs with its reader, a product
+                    # right before it, but never earlier than in program order.
+                    at = runs_at[index] = used if moves[kind] else max(used - 1, index)
+        stacks = waits or op.name == "scan_stack"
         for source in op.inputs:
             if isinstance(source, int):
-                first_use[source] = min(first_use[source], runs_at[op.index])
-                only_stacked[source] &= waits or op.name == "scan_stack"
+                if at < first_use[source]:
+                    first_use[source] = at
+                if not stacks:
+                    only_stacked[source] = False
     return runs_at
 
 
@@ -364,41 +379,51 @@ def _run_late(cuts: Cuts) -> list[int]:
     A sum is not deferred if another sum over the same dims of the same array is needed earlier:
     one kernel computes both, such as the sums in the gradient of a normalisation over the batch.
     """
-    runs_at = _deferred_positions(cuts, [frozenset()] * len(cuts.graph.values))
-    return _deferred_positions(cuts, _summed_in_turn(cuts, runs_at))
+    fused = _summed_with_their_layer(cuts.graph)
+    runs_at = _deferred_positions(cuts, fused, [frozenset()] * len(cuts.graph.values))
+    return _deferred_positions(cuts, fused, _summed_in_turn(cuts, runs_at))
 
 
-def _deferred_positions(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
+def _deferred_positions(
+    cuts: Cuts, fused: Collection[OpId], summed: list[frozenset[Any]]
+) -> list[int]:
     """See `_run_late`. `summed[v]`: dims over which an array derived from value `v` is summed by an
-    operator that is not deferred.
+    operator that is not deferred. `fused`: sums that one kernel computes with something else.
     """
     graph, classes = cuts.graph, cuts.folding.op_class.tolist()
-    fused = _summed_with_their_layer(graph)
-    runs_at = list(range(len(graph.ops)))
+    sums_up = [_sums_up(op) for op in cuts.first]
+    may_wait = [
+        rule.contracts or bool(rule.reduced) or rearranges(op) or traits_of(op.name).adds
+        for op, rule in zip(cuts.first, cuts.rules, strict=True)
+    ]
+    end = len(graph.ops)
+    runs_at = list(range(end))
     waits = [True] * len(graph.values)
-    first_use = [len(graph.ops)] * len(graph.values)
+    first_use = [end] * len(graph.values)
     for op in reversed(graph.ops):
-        # Results without readers do not prevent deferral.
-        results = [o for o in op.outputs if o >= 0 and first_use[o] < len(graph.ops)]
-        late = (
-            op.phase is Phase.BACKWARD
-            and op.trips == 1
-            and bool(results)
-            and all(waits[o] for o in results)
-        )
-        rule = cuts.rules[classes[op.index]]
-        late = late and (
-            rule.contracts or bool(rule.reduced) or rearranges(op) or traits_of(op.name).adds
-        )
-        if late and _sums_up(op):
-            late = not any(op.params["axes"] in summed[i] for i in op.inputs if isinstance(i, int))
-            late = late and op.index not in fused
-        if late:
-            runs_at[op.index] = min(first_use[o] for o in results)
+        index: int = op.index
+        at, kind = index, classes[index]
+        if may_wait[kind] and op.phase is Phase.BACKWARD and op.trips == 1:
+            # Results without readers do not prevent deferral.
+            results = [o for o in op.outputs if o >= 0 and first_use[o] < end]
+            late = bool(results) and all(waits[o] for o in results)
+            if late and sums_up[kind]:
+                axes = op.params["axes"]
+                late = index not in fused
+                late = late and not any(axes in summed[i] for i in op.inputs if isinstance(i, int))
+            if late:
+                at = runs_at[index] = min(first_use[o] for o in results)
+                for source in op.inputs:
+                    if isinstance(source, int) and at < first_use[source]:
+                        first_use[source] = at
+                continue
+        is_update = op.phase is Phase.UPDATE
         for source in op.inputs:
             if isinstance(source, int):
-                waits[source] &= late or op.phase is Phase.UPDATE
-                first_use[source] = min(first_use[source], runs_at[op.index])
+                if not is_update:
+                    waits[source] = False
+                if at < first_use[source]:
+                    first_use[source] = at
     return runs_at
 
 
@@ -509,20 +534,20 @@ def _last_use(cuts: Cuts, stored: list[bool], runs_at: list[int]) -> NDArray[np.
                 rows = graph.values[out].shape[0] if op.name == "scan_stack" else 1
                 made_at[out] = op.trips // max(rows, 1)
     last = [-1] * len(graph.values)
-    loop_ends: dict[int, list[int]] = {}
+    loop_ends = {turns: _loop_ends(graph.ops, turns) for turns in {*made_at}}
     for op in reversed(graph.ops):
-        reach = runs_at[op.index]
+        index = op.index
+        reach = runs_at[index]
         # An array that is fused away keeps its operands alive until its own readers have run.
         for out in op.outputs:
             if out >= 0 and not stored[classes[out]]:
                 reach = max(reach, last[out])
         for source in op.inputs:
             if isinstance(source, int):
-                outside = made_at[source]
-                if outside not in loop_ends:
-                    loop_ends[outside] = _loop_ends(graph.ops, outside)
                 # A loop reads values from outside in every turn, so they live until the last turn.
-                last[source] = max(last[source], loop_ends[outside][op.index], reach)
+                until = max(reach, loop_ends[made_at[source]][index])
+                if until > last[source]:
+                    last[source] = until
     return np.array(last, np.int64)
 
 

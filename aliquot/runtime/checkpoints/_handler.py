@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
@@ -147,7 +148,8 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
         spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
         stored = await ts.open(ts.Spec(spec), open=True, read=True, context=info.ts_context)
         if target is None or not target.places:
-            return await self._take(stored, tuple((0, size) for size in stored.shape))
+            whole = await self._take(stored, tuple((0, size) for size in stored.shape))
+            return whole if target is None else _in_width_of(target.described, whole)
         pieces = []
         for rows in target.places:
             # The description of some rows of an array.
@@ -162,6 +164,7 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
                 pieces.append(stub(piece.shape, piece.sharding, piece.dtype))
                 continue
             parts = await self._take_all(stored, [_shifted(b, rows.start) for b, _ in blocks])
+            parts = [_in_width_of(plain, part) for part in parts]
             holders = [devices for _, devices in blocks]
             array = _assembled(plain, zip(holders, parts, strict=True))
             pieces.append(keys_from(array, piece))
@@ -277,6 +280,12 @@ def _chunk_bytes(stored: Any, block: Block) -> int:
     ]
     itemsize: int = stored.dtype.numpy_dtype.itemsize
     return math.prod(sizes) * itemsize
+
+
+def _in_width_of(described: Any, host: NDArray[Any]) -> NDArray[Any]:
+    """Floats as wide as those that are described; all else as it is."""
+    is_float = jnp.issubdtype(described.dtype, jnp.floating)
+    return host.astype(described.dtype, copy=False) if is_float else host
 
 
 def _index(block: Block) -> tuple[slice, ...]:

@@ -6,6 +6,7 @@ task of a pipeline.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -46,6 +47,8 @@ class _Made(msgspec.Struct, frozen=True, kw_only=True):
     ops: tuple[OpId, ...] = ()
 
 
+# Cached, because several parts of a problem ask for the casts of one graph.
+@functools.lru_cache(maxsize=2)
 def parameter_casts(graph: Graph) -> Mapping[OpId, ParameterCast]:
     """The casts of parameters to narrower types, outside of loops and branches: of a region that
     the backward pass repeats, too. Of a cast to 8 bits the parameter may be scaled before, by
