@@ -312,6 +312,7 @@ def plan_variants(
         variants = variants[0].ways_to_recompute(recompute)
     names = ("memory_limit_bytes", "on_missing_rule")
     given = {name: options[name] for name in names if name in options}
+    given["semantics"] = options.get("micro_batch_semantics", "exact")
     asked = options.get("num_micro_batches") or getattr(how, "num_micro_batches", None)
     if isinstance(asked, int):
         given["num_micro_batches"] = asked

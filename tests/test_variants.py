@@ -15,7 +15,7 @@ import pytest
 from command_line import refused, run
 
 import aliquot as aq
-from aliquot import _variants
+from aliquot import _variants, zoo
 from aliquot.cost import make_problem
 from aliquot.planners import _base
 from aliquot.plans import RECOMPUTED_BY_STAGE, ModelReference, Plan, how_recomputed
@@ -117,6 +117,40 @@ def test_no_problem_of_a_way_is_made_twice(monkeypatch):
         assert plan.cluster["name"] == options["cluster"].name
     assert plan.prediction.memory_limit_bytes == limit_bytes
     assert len(made) == len(set(made)) and (id(variants[0].traced()[0]), 1) in made
+
+
+def test_ways_are_compared_with_the_micro_batches_that_are_asked_for(monkeypatch):
+    asked, simple_plan = [], _variants.simple_plan
+
+    def spied(task, **options):
+        asked.append(task.semantics)
+        return simple_plan(task, **options)
+
+    monkeypatch.setattr(_variants, "simple_plan", spied)
+    plan = aq.plan(*build(), cluster=CLUSTER, micro_batch_semantics="independent")
+    assert asked and {*asked} == {"independent"} and plan.provenance.candidates
+
+
+def test_where_no_way_fits_whole_the_middle_one_tells_of_those_that_keep_more(monkeypatch):
+    looked_at = []
+
+    def simple(task, *, fewest=1):
+        how = task.graph.calling.recompute
+        looked_at.append(how.name if how else "none")
+        fits = looked_at[-1] in ("save_attention", "block")
+        return aq.Zero3Parallel().solve(task.problem(1)) if fits else None
+
+    monkeypatch.setattr(_variants, "simple_plan", simple)
+    monkeypatch.setattr(_variants, "cannot_fit", lambda problem: True)
+    monkeypatch.setattr(_variants, "least_compute_s", lambda problem: 0.0)
+    made = zoo.build("gpt-125m", 8, recompute="none")
+    variant = _variants.Variant(step=made.train_step, args=(made.state, made.batch))
+    ways = variant.ways_to_recompute(None)
+    task = functools.cache(lambda each: each.task(CLUSTER))
+    found = {each.layers: s for each, s in _variants._simple_times(ways, task, None)}
+    assert looked_at == ["block", "narrow", "save_attention", "save_qkv"]
+    assert math.isfinite(found["save_attention"]) and found["block"] == math.inf
+    assert {*found} == {"save_attention", "block", "fused"}
 
 
 def test_any_number_of_ways_in_their_order(monkeypatch):

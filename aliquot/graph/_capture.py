@@ -39,6 +39,7 @@ from ._types import (
     OpId,
     Output,
     Phase,
+    Recomputation,
     Role,
     Value,
     ValueId,
@@ -239,6 +240,7 @@ def with_recomputation(graph: Graph, name: str, *, like: Graph | None = None) ->
         known = replace(loose, calling=calling)
         if all(_is_plain_region(call) for call in known.body.items if isinstance(call, Call)):
             return _numbered(known)
+        calling.recompute = replace(how, op_origins=(), value_origins=())
         structs = [
             compat.shape_struct(leaf, known.values[item.value].shape)
             for item, leaf in zip(known.inputs, known.calling.call.leaves, strict=True)
@@ -267,6 +269,7 @@ def _numbered(loose: Graph) -> Graph:
     Args:
         loose: of operators, and of regions that hold nothing but operators.
     """
+    how: Recomputation = loose.calling.recompute
     sequence: list[tuple[Op, int, str]] = []
     regions = 0
     for item in loose.body.items:
@@ -285,17 +288,20 @@ def _numbered(loose: Graph) -> Graph:
     is_read = {i for i in itertools.chain(returned, *reads) if type(i) is not Literal}
     numbers: dict[ValueId, Operand] = {}
     values: list[Value] = []
+    origins: list[ValueId] = []
 
     def number(old: ValueId) -> ValueId:
         known = loose.values[old]
         new = numbers[old] = ValueId(len(values))
         values.append(known if known.index == new else replace(known, index=new))
+        origins.append(how.value_origins[old])
         return new
 
     def read(operands: Iterable[Operand]) -> tuple[Operand, ...]:
         return tuple([i if type(i) is Literal else numbers[i] for i in operands])
 
     given = [number(item.value) for item in loose.inputs]
+    ops: list[OpId] = []
     constants = {number(v): loose.constants[v] for v in loose.constants if v in is_read}
     drafts: list[Draft] = []
     places: list[OpId | None] = []
@@ -309,6 +315,7 @@ def _numbered(loose: Graph) -> Graph:
         outputs = tuple([NO_VALUE if o < 0 else number(o) for o in op.outputs])
         places.append(OpId(len(drafts)))
         drafts.append(Draft(op.name, inputs, outputs, op.params, scope, 1, op.eqn, region))
+        ops.append(how.op_origins[op.index])
     place = iter(places)
     items: list[OpId | Call] = []
     for item in loose.body.items:
@@ -322,8 +329,10 @@ def _numbered(loose: Graph) -> Graph:
         elif (k := next(place)) is not None:
             items.append(k)
     ends = read(returned)
+    how = replace(how, op_origins=tuple(ops), value_origins=tuple(origins))
     return replace(
         loose,
+        calling=replace(loose.calling, recompute=how),
         values=tuple(values),
         ops=_in_phases(drafts, len(values), {}),
         body=Block(inputs=tuple(given), items=tuple(items), outputs=ends),

@@ -17,7 +17,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import msgspec
@@ -86,7 +86,13 @@ def recomputing(
     wanted = {output.value for output in graph.outputs if isinstance(output.value, int)}
     body = replace(graph.body, items=tuple(_live(loose, items, wanted)))
     again = replace(graph, values=tuple(loose.values), ops=tuple(loose.ops), body=body)
-    return again, Recomputation(name=name, places=sites.places)
+    how = Recomputation(
+        name=name,
+        places=sites.places,
+        op_origins=() if sites.loops else tuple(loose.op_origins),
+        value_origins=() if sites.loops else tuple(loose.value_origins),
+    )
+    return again, how
 
 
 # -- Where a step repeats layers --------------------------------------------------------------
@@ -301,16 +307,23 @@ def _is_kept_product(
 
 @dataclass(slots=True)
 class _Loose:
-    """A graph to which operators and values are added."""
+    """A graph to which operators and values are added; the origins are those of `Recomputation`."""
 
     graph: Graph
     values: list[Value]
     ops: list[Op]
+    op_origins: list[OpId] = field(init=False)
+    value_origins: list[ValueId] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.op_origins = [op.index for op in self.ops]
+        self.value_origins = [value.index for value in self.values]
 
     def fresh(self, like: ValueId, shape: tuple[int, ...] | None = None) -> ValueId:
         """A new value, as another one."""
         index, old = ValueId(len(self.values)), self.values[like]
         self.values.append(replace(old, index=index, shape=old.shape if shape is None else shape))
+        self.value_origins.append(self.value_origins[like])
         return index
 
     def copy(self, item: OpId | Call, names: dict[ValueId, ValueId]) -> OpId | Call:
@@ -320,6 +333,7 @@ class _Loose:
         if not isinstance(item, Call):
             op, index = self.ops[item], OpId(len(self.ops))
             made = {o: self.fresh(o) for o in op.outputs if o >= 0}
+            self.op_origins.append(self.op_origins[item])
             self.ops.append(
                 replace(
                     op,
@@ -353,6 +367,7 @@ class _Loose:
             if names.keys().isdisjoint(i for i in op.inputs if isinstance(i, int)):
                 return item
             index = OpId(len(self.ops))
+            self.op_origins.append(self.op_origins[item])
             self.ops.append(replace(op, index=index, inputs=_renamed(op.inputs, names)))
             return index
         blocks = []

@@ -234,10 +234,14 @@ class Recomputation:
         name: one of `graph.RECOMPUTE`.
         places: layers that are written out, as ranges of the step's items, the same on a batch of
             any size; none for scans.
+        op_origins, value_origins: for each operator and each value of the step, the one of the step
+            as it was written that it repeats or is; empty for scans.
     """
 
     name: str
     places: tuple[tuple[int, int], ...] = ()
+    op_origins: tuple[OpId, ...] = field(default=(), repr=False)
+    value_origins: tuple[ValueId, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

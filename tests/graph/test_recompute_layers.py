@@ -19,6 +19,7 @@ from aliquot.graph import (
     with_recomputation,
 )
 from aliquot.sharding import plan_micro_batches
+from aliquot.sharding.micro_batches import _micro_batches
 from aliquot.zoo import build
 
 
@@ -120,6 +121,23 @@ def test_written_out_layers_are_numbered_as_a_trace_numbers_them(model, monkeypa
         assert as_plain_data(numbered) == as_plain_data(traced), name
         # Layers share their equations, so that what is asked of one is known of all.
         assert len({id(op.eqn) for op in numbered.ops}) < len({id(op.eqn) for op in traced.ops})
+
+
+@pytest.mark.parametrize("model", ["gpt-125m", "t5-770m", "qwen3-30b-a3b"])
+def test_operators_that_are_repeated_run_on_micro_batches_as_those_of_the_step_as_written(
+    model, monkeypatch
+):
+    plain = of_zoo(model, "none", False)
+    for name in recompute_names(plain)[1:]:
+        graph = with_recomputation(plain, name)
+        known = plan_micro_batches(graph, 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(_micro_batches, "_repeats_written_layers", lambda graph: False)
+            analysed = plan_micro_batches(with_recomputation(plain, name), 4)
+        assert known.specs == analysed.specs and known.actions == analysed.actions, name
+        assert known.conversions == analysed.conversions and known.combine == analysed.combine
+        assert as_plain_data(known.part) == as_plain_data(analysed.part), name
+        assert len(known.part_eqns) == len(analysed.part_eqns)
 
 
 def test_what_is_kept_decreases_from_way_to_way():

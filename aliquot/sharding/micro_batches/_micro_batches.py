@@ -14,15 +14,15 @@ import functools
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core import CaptureError, InputError
-from ...graph import Call, Graph, Literal, Operand, Role
+from ...graph import Call, Graph, Literal, Operand, Recomputation, Role, with_recomputation
 from ._findings import Findings
 from ._independent import Phased, cut_own
 from ._micro_batch_analysis import analyse
-from ._resized import batch_size, is_resizable
+from ._resized import batch_size, calls_of, is_resizable
 from ._time_specs import EQUAL, Action, Conversion, TimeKind, TimeSpec
 from ._traces import align, describe, trace_part
 
@@ -117,11 +117,15 @@ _DECOMPOSES: weakref.WeakKeyDictionary[Graph, dict[tuple[int, str], bool]]
 _DECOMPOSES = weakref.WeakKeyDictionary()
 
 
-# Planners ask for the same numbers again for each level of recomputation.
-@functools.lru_cache(maxsize=4)
+# Planners ask for the same numbers again for each way to recompute.
+@functools.lru_cache(maxsize=8)
 def _exact(
     graph: Graph, num_micro_batches: int, num_groups: int, on_missing_rule: str
 ) -> MicroBatchPlan:
+    if _repeats_written_layers(graph):
+        written: Graph = graph.calling.as_written
+        known = _exact(written, num_micro_batches, num_groups, on_missing_rule)
+        return _repeated(graph, known)
     part, eqns, findings = _analysed(graph, num_micro_batches, num_groups, on_missing_rule)
     if findings.violations or findings.conflicts:
         raise _refusal(graph, findings, num_micro_batches, on_missing_rule)
@@ -141,6 +145,38 @@ def _exact(
             output.path: _combine(_spec_of(findings.specs, output.value))
             for output in graph.outputs
         },
+    )
+
+
+def _repeats_written_layers(graph: Graph) -> bool:
+    """True for a step whose layers are written out and recompute."""
+    how: Recomputation | None = graph.calling.recompute
+    return how is not None and bool(how.op_origins)
+
+
+def _repeated(graph: Graph, known: MicroBatchPlan) -> MicroBatchPlan:
+    """How a step runs whose layers recompute: each operator as the one that it repeats."""
+    how: Recomputation = graph.calling.recompute
+    graph.calling.cut_state = known.whole.calling.cut_state
+    part = with_recomputation(known.part, how.name, like=graph)
+    of_op: dict[int, list[tuple[int, Conversion]]] = {}
+    for (op, position), conversion in known.conversions.items():
+        of_op.setdefault(op, []).append((position, conversion))
+    actions, conversions = {}, {}
+    for op, origin in enumerate(how.op_origins):
+        if origin in known.actions:
+            actions[op] = known.actions[origin]
+        for position, conversion in of_op.get(origin, ()):
+            conversions[op, position] = conversion
+    regions = zip(calls_of(graph.body), calls_of(part.body), strict=True)
+    return replace(
+        known,
+        whole=graph,
+        part=part,
+        part_eqns={region: other.eqn for region, other in regions},
+        specs=tuple([known.specs[origin] for origin in how.value_origins]),
+        actions=actions,
+        conversions=conversions,
     )
 
 
@@ -274,6 +310,8 @@ def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> b
     if graph.split is not None:
         # Where scans are cut depends on no batch: pieces are equal wherever their originals are.
         return traces_in_groups(graph.split.original, num_micro_batches, num_groups)
+    if _repeats_written_layers(graph):
+        return traces_in_groups(graph.calling.as_written, num_micro_batches, num_groups)
     parts = num_micro_batches * num_groups
     try:
         if _resizes(graph, parts):
