@@ -125,7 +125,7 @@ class Chain(AbstractChain):
         return bool(np.isinf(self.most_imbalance))
 
     def under(self, schedule: str) -> Chain:
-        """See `AbstractChain.under`.
+        """The chain as it runs under a schedule.
 
         In a schedule that defers weight gradients, a micro-batch in flight waits either for its
         backward pass (and keeps `in_flight_bytes`) or for its weight gradients (and keeps
@@ -392,8 +392,8 @@ class PrefixSums:
 
 @functools.lru_cache(maxsize=16)
 def _with_deferred_gradients(chain: Chain) -> Chain:
-    """See `Chain.under`. Cached, so that equal calls return the same object: the tables of a chain
-    are cached by its identity.
+    """The chain under a schedule that defers weight gradients. Cached, so that equal calls return
+    the same object: the tables of a chain are cached by its identity.
     """
     return replace(chain, in_flight_bytes=np.maximum(chain.in_flight_bytes, chain.deferred_bytes))
 

@@ -118,7 +118,7 @@ class Measured(AbstractMeasured):
         return hash(self.digest)
 
     def correct(self, kind: str, points: Floats, seconds: Floats) -> Corrections:
-        """See `AbstractMeasured.correct`. Kinds without a table stay as modelled."""
+        """Modelled seconds, corrected by the tables. Kinds without a table stay as modelled."""
         table = self.tables.get(kind)
         if table is None:
             return Corrections(

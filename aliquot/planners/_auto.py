@@ -58,11 +58,11 @@ class Auto(AbstractMethod):
         return WholeProgram(intra=self.intra, mesh_shape=self.mesh_shape)
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """See `AbstractMethod.solve`: the step as one program."""
+        """The plan of the step as one program."""
         return replace(self.program.solve(problem, progress), method="auto")
 
     def decide(self, task: Task) -> Decision:
-        """See `AbstractMethod.decide`.
+        """The fastest plan of the task: one program or a pipeline.
 
         Raises:
             InfeasibleError: neither a program nor a pipeline was found that fits; describes the one

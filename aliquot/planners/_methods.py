@@ -101,7 +101,7 @@ class ManualParallel(AbstractMethod):
     intra: AbstractIntra = field(default_factory=ILP)
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """See `AbstractMethod.solve`. Raises `InputError` listing every pattern that cannot be
+        """The plan of one program. Raises `InputError` listing every pattern that cannot be
         followed.
         """
         # Axes of size one keep their names, as patterns may use them.
@@ -144,7 +144,7 @@ class ShardParallel(AbstractMethod):
     def race(
         self, problem: Problem, progress: Progress | None, *, faster_than_s: float, pauses: bool
     ) -> RaceInParts:
-        """See `AbstractMethod.race`: it pauses where memory makes it long."""
+        """The search of one program, in parts: it pauses where memory makes it long."""
         meshes = _meshes(problem, self.mesh_shape)
         race = Race(
             problem=problem, method="shard", intra=self.intra, states_bound=True, progress=progress
@@ -178,7 +178,7 @@ class WholeProgram(AbstractMethod):
     faster_than_s: float = math.inf
 
     def decide(self, task: Task) -> Decision:
-        """See `AbstractMethod.decide`. Without a given mesh hosts may be left idle, if that is
+        """The fastest plan of the task. Without a given mesh hosts may be left idle, if that is
         faster.
         """
         task.refuse_large_state()
@@ -199,7 +199,7 @@ class WholeProgram(AbstractMethod):
     def race(
         self, problem: Problem, progress: Progress | None, *, faster_than_s: float, pauses: bool
     ) -> RaceInParts:
-        """See `AbstractMethod.race`: it pauses where memory makes it long."""
+        """The search of one program, in parts: it pauses where memory makes it long."""
         entries = []
         if self.mesh_shape is None:
             for name, stage in (("dp", 0), ("zero2", 2), ("zero3", 3)):

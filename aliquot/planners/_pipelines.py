@@ -76,7 +76,7 @@ class Pipelines(AbstractFamily):
     must_open: bool = False
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
-        """See `AbstractFamily.open`: prices layers with the fewest and the most micro-batches.
+        """Price layers with the fewest and the most micro-batches.
 
         Raises:
             InfeasibleError: nothing fits.
@@ -243,7 +243,7 @@ class PipelineCounts(AbstractFamily):
         )
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
-        """See `AbstractFamily.open`: solves the number that promises to be fastest, if it promises
+        """Solve the number that promises to be fastest, if it promises
         to be faster than the best plan.
         """
         try:

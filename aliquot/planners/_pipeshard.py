@@ -104,11 +104,11 @@ class PipeshardParallel(AbstractMethod):
         return ShardParallel(intra=self.intra, mesh_shape=mesh_shape)
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """See `AbstractMethod.solve`: one program is one stage."""
+        """The plan of one program, which is one stage."""
         return self.whole().solve(problem, progress)
 
     def decide(self, task: Task) -> Decision:
-        """See `AbstractMethod.decide`: a pipeline, or one program where that is faster.
+        """The fastest plan of the task: a pipeline, or one program where that is faster.
 
         Unless stages or a schedule are asked for, `WholeProgram` plans one program as well, with
         the given number of micro-batches or with 1, 2, 4, ... of them; see `Programs`. An inter

@@ -253,7 +253,9 @@ class Hosts(AbstractFamily):
         return whole._next()
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
-        """See `AbstractFamily.open`. What does not fit on all hosts is not tried on fewer."""
+        """The plans on this number of hosts, then on fewer; what does not fit on all hosts is not
+        tried on fewer.
+        """
         # Problems that were made since then are reused.
         task = self.of.on_hosts(self.task.cluster.num_hosts)
         if search.best is None or not task.holds_state:

@@ -210,7 +210,7 @@ class OverlapFriendly(AbstractScheduleKind):
         )
 
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
-        """See `AbstractScheduleKind.closed_form`: that of 1F1B, which its simulation exceeds less
+        """The step time in closed form: that of 1F1B, which its simulation exceeds less
         often.
         """
         return OneForwardOneBackward().closed_form(times, num_micro_batches, chunks)
@@ -218,7 +218,7 @@ class OverlapFriendly(AbstractScheduleKind):
     def in_flight(
         self, num_stages: int, num_micro_batches: int, num_submeshes: int
     ) -> Sequence[int]:
-        """See `AbstractScheduleKind.in_flight`: one for itself and two for each later stage."""
+        """Micro-batches in flight: one for itself and two for each later stage."""
         return tuple(
             min(2 * (num_stages - stage) - 1, num_micro_batches) for stage in range(num_stages)
         )

@@ -39,7 +39,7 @@ class LeafDifference:
 
     @property
     def relative(self) -> float:
-        """See the class."""
+        """The largest difference, relative to the magnitude of the output."""
         return self.largest / (self.magnitude or 1.0)
 
     @property

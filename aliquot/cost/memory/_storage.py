@@ -387,8 +387,12 @@ def _run_late(cuts: Cuts) -> list[int]:
 def _deferred_positions(
     cuts: Cuts, fused: Collection[OpId], summed: list[frozenset[Any]]
 ) -> list[int]:
-    """See `_run_late`. `summed[v]`: dims over which an array derived from value `v` is summed by an
-    operator that is not deferred. `fused`: sums that one kernel computes with something else.
+    """Positions of operators, of which those of gradients wait.
+
+    Args:
+        fused: sums that one kernel computes with something else.
+        summed: for each value, the dims over which an array derived from it is summed by an
+            operator that is not deferred.
     """
     graph, classes = cuts.graph, cuts.folding.op_class.tolist()
     sums_up = [_sums_up(op) for op in cuts.first]

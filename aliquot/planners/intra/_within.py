@@ -211,7 +211,7 @@ class Restricted(AbstractRule):
     def stage_choices(
         self, problem: Problem, mesh_shape: tuple[int, ...], data_axes: frozenset[int]
     ) -> list[Ints] | None:
-        """See `AbstractIntra.stage_choices`: those of the other planner that are allowed."""
+        """Choices of the nodes of a stage: those of the other planner that are allowed."""
         within, cluster = self.within, problem.cluster
         data = int(np.prod([mesh_shape[a] for a in data_axes], dtype=int))
         mesh = data, int(np.prod(mesh_shape)) // data
@@ -245,7 +245,7 @@ class Restricted(AbstractRule):
         return left
 
     def as_allowed(self, priced: Priced) -> Priced:
-        """See `AbstractIntra.as_allowed`: conversions that take a forbidden collective cost
+        """The problem as it is allowed: conversions that take a forbidden collective cost
         infinitely much.
         """
         if not self.within.without:

@@ -182,7 +182,7 @@ class MegatronSplit(AbstractRule):
     def stage_choices(
         self, problem: Problem, mesh_shape: tuple[int, ...], data_axes: frozenset[int]
     ) -> list[Ints] | None:
-        """See `AbstractIntra.stage_choices`: choices for its own mesh, none for any other."""
+        """Choices of the nodes of a stage: those for its own mesh, none for any other."""
         axes = dict(self.axes)
         # A mesh of other degrees belongs to another layout.
         is_mine = mesh_shape == tuple(axes.values()) and bool(data_axes) == (self.data > 1)
