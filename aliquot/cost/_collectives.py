@@ -21,13 +21,18 @@ from ..sharding import RING, Edge, Move, NodeCollective, Spec, gathered_by_rows,
 _WIDE_ITEMSIZE = {"bfloat16": 2.0, "float16": 2.0}
 
 
-def widening(dtype: str, target: Target, *, total: bool = False) -> float:
+def widening(dtype: str, target: Target, total_dtype: str = "") -> float:
     """Factor by which a collective moves more bytes than its dtype has: 2 for 16-bit floats if the
-    backend widens them, or in a running `total`; otherwise 1.
+    backend widens them, or in a running total that the step has in more bits; otherwise 1.
 
-    Totals over micro-batches are accumulated in single precision at least.
+    Totals over micro-batches are accumulated in single precision at least, and rounded to the
+    step's own dtype before devices add up theirs.
+
+    Args:
+        total_dtype: the dtype in which the step has a running total; empty for all else.
     """
-    return _WIDE_ITEMSIZE.get(dtype, 1.0) if total or target.widened_dtypes else 1.0
+    is_wide = target.widened_dtypes or (total_dtype and total_dtype not in _WIDE_ITEMSIZE)
+    return _WIDE_ITEMSIZE.get(dtype, 1.0) if is_wide else 1.0
 
 
 # Scale of the number of devices and their distance, relative to sizes in bytes, in the points of

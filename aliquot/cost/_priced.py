@@ -309,9 +309,8 @@ class _Pricer:
                 kind, hops = in_hops(collective.kind, summed, self.use.mesh)
                 latency, per_byte = collective_line(kind, summed, self.use.mesh, self.target)
                 times = hops * collective.count * (1 if once else self.times(collective.phase))
-                entering = local[rows] * widening(
-                    collective.dtype, self.target, total=once and self.repeats > 1
-                )
+                total_dtype = collective.total_dtype if once and self.repeats > 1 else ""
+                entering = local[rows] * widening(collective.dtype, self.target, total_dtype)
                 share = combined_share(entering, self.target) if collective.gradient else 1.0
                 each = latency * share + per_byte * entering
                 if self.use.mesh.cluster.measured is not None and latency + per_byte:
@@ -480,7 +479,7 @@ class _Pricer:
         waiting = self.use.waits_over(edge)
         seconds, once = seconds.copy(), np.zeros(seconds.shape)
         each_bytes = edge.num_bytes * widening(edge.dtype, self.target)
-        total_bytes = edge.num_bytes * widening(edge.dtype, self.target, total=True)
+        total_bytes = edge.num_bytes * widening(edge.dtype, self.target, edge.total_dtype)
         for p, source in enumerate(sources):
             if not any(source[a] <= PARTIAL for a in waiting):
                 continue

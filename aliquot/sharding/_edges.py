@@ -288,6 +288,7 @@ class EdgeBuilder:
                 parameter=self.naming.cuts.param_only[value_class],
                 cast=producer is not None and producer[0] in self._casts,
                 over_tokens=over_tokens,
+                total_dtype=self.naming.total_dtype(value_class) if gradient else "",
             )
         )
 

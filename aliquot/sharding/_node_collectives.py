@@ -214,6 +214,7 @@ def _reductions(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
             label=naming.label(op_class),
             deferrable=op.deferrable,
             over_tokens=op_class in naming.token_sums,
+            total_dtype=naming.total_dtype(int(cuts.folding.value_class[out])),
         )
     ]
 

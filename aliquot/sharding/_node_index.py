@@ -308,6 +308,21 @@ class NodeIndex:
             last = value_class if ending is None or ending(op) else last
         return last
 
+    def total_dtype(self, value_class: int) -> str:
+        """The dtype in which the step hands a gradient to the update: that of the last value of the
+        backward pass that a value serves to make.
+        """
+        cuts, seen = self.cuts, set[int]()
+        while value_class not in seen:
+            seen.add(value_class)
+            readers = [cuts.first[r] for r in self.readers.get(value_class, ())]
+            if len(readers) != 1 or readers[0].phase is not Phase.BACKWARD:
+                break
+            if (out := readers[0].outputs[0]) < 0:
+                break
+            value_class = int(cuts.folding.value_class[out])
+        return cuts.graph.values[cuts.folding.value_members[value_class][0]].dtype
+
     def label_of_value(self, value_class: int) -> str:
         """Label of a value class: an input's path, or its producer."""
         producer = self.cuts.producer[value_class]

@@ -56,7 +56,7 @@ class NodeCollective(msgspec.Struct, frozen=True, kw_only=True):
     or a gather of what must be whole. All axes that split one take part in the same collective.
 
     `num_bytes` is the whole array's; splitting a factor of `split_by` divides it. It happens
-    `count` times a step. For `deferrable` see `Op`, for `over_tokens` `Edge`.
+    `count` times a step. For `deferrable` see `Op`, for `over_tokens` and `total_dtype` `Edge`.
     """
 
     kind: str
@@ -70,6 +70,7 @@ class NodeCollective(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     deferrable: bool = False
     over_tokens: bool = False
+    total_dtype: str = ""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -118,6 +119,8 @@ class Edge:
         cast: whether it is a parameter's cast to a narrower type; see `parameter_casts`.
         over_tokens: whether it is a gradient that may also wait where an axis splits the sequence;
             see `sums_that_wait`.
+        total_dtype: of a gradient, the dtype in which the step hands it to the update. Its running
+            total over micro-batches is rounded to that before devices add up theirs.
     """
 
     index: int
@@ -144,6 +147,7 @@ class Edge:
     parameter: bool = False
     cast: bool = False
     over_tokens: bool = False
+    total_dtype: str = ""
 
     @property
     def beside_compute(self) -> bool:
@@ -160,7 +164,7 @@ class Edge:
         return (
             *(self.num_bytes, self.rank, self.length, self.dtype, self.count, self.phase),
             *(self.gradient, self.kind, self.masked, self.on_pieces, self.parameter),
-            *(self.cast, self.over_tokens),
+            *(self.cast, self.over_tokens, self.total_dtype),
         )
 
     def follow(self, factor: int) -> int:

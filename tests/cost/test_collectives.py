@@ -112,6 +112,12 @@ def test_narrow_types_travel_as_float32_on_some_targets():
         1,
     ]
     assert [widening(d, TARGETS["gpu"]) for d in ("bfloat16", "float32")] == [1, 1]
+    # Running totals are sent in the dtype in which the step has them.
+    totals = ("bfloat16", "float32", "float32"), ("bfloat16", "bfloat16", "float32")
+    for of, (gpu, cpu) in zip(zip(*totals, strict=True), ((1, 2), (2, 2), (1, 1)), strict=True):
+        total_dtype, dtype = of
+        assert widening(dtype, TARGETS["gpu"], total_dtype) == gpu, of
+        assert widening(dtype, TARGETS["cpu"], total_dtype) == cpu, of
 
 
 @pytest.mark.parametrize(

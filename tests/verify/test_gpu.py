@@ -256,6 +256,23 @@ def test_a_description_of_another_release(tmp_path):
         aq.verify(plan, mlp_step, *mlp(jnp.bfloat16), target=str(path), cache=tmp_path)
 
 
+@pytest.mark.parametrize(("dtype", "each_bytes"), [("bf16", 4), ("bf16-master", 2)])
+@pytest.mark.parametrize(
+    ("method", "kind"), [(aq.DataParallel(), "all-reduce"), (aq.Zero2Parallel(), "reduce-scatter")]
+)
+def test_totals_are_summed_in_the_dtype_of_the_gradients(method, kind, dtype, each_bytes, tmp_path):
+    sizes = {"num_layers": 2, "hidden_size": 1024, "num_heads": 8, "vocab_size": 1024}
+    made = build("llama-7b", 32, overrides=sizes, dtype=dtype, recompute="none")
+    shapes = made.state, made.batch
+    where = Cluster.preset("8xH100")
+    plan = aq.plan(made.train_step, *shapes, cluster=where, method=method, num_micro_batches=4)
+    found = aq.verify(plan, made.train_step, *shapes, cache=tmp_path)
+    (moved,) = [each for each in found.stages[0].collectives if each.kind == kind]
+    assert moved.compiled_bytes == pytest.approx(moved.predicted_bytes, rel=0.02)
+    share = 8 if kind == "reduce-scatter" else 1
+    assert moved.compiled_bytes == pytest.approx(each_bytes * made.num_parameters / share, rel=0.05)
+
+
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_gradients_are_scattered_along_two_dims_as_planned(num_micro_batches, tmp_path):
     def step(state, batch):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -120,14 +121,16 @@ class Totals:
         return chain[-1][0] if chain else self.pins.values.get(value, whole)
 
     def add_up(self, value: ValueId, total: Any) -> Any:
-        """The batch's value from a running total."""
+        """The batch's value from a running total. It is rounded to the step's own dtype before
+        devices add up theirs, as they do without micro-batches, so that they send no more bytes.
+        """
         chain = self.constraints.get(value, ())
-        if self._lead(value):
-            axes = self.axes_apart(value)
-            total = self._over_groups(total, axes, *chain[0]) if chain else total.sum(0)
         if self.plan.specs[value].kind is TimeKind.MEAN:
             total = total / self.plan.num_parts
         total = total.astype(self.plan.whole.values[value].dtype)
+        if self._lead(value):
+            axes = self.axes_apart(value)
+            total = self._over_groups(total, axes, *chain[0]) if chain else _sum(total)
         for spec, minor in chain:
             total = self.lowering.constrain(total, spec, minor=minor)
         return total
@@ -143,11 +146,11 @@ class Totals:
         scattered = [k for k, name in enumerate(axes) if spec[names.index(name)] >= 0]
         # Sums along all axes, or along none, need no second step.
         if not 0 < len(scattered) < len(axes):
-            return total.sum(0)
+            return _sum(total)
         apart = total.reshape(*(self.mesh.shape[name] for name in axes), *total.shape[1:])
-        left = apart.sum(scattered).reshape(-1, *total.shape[1:])
+        left = _sum(apart, scattered).reshape(-1, *total.shape[1:])
         others = summed - {axes[k] for k in scattered}
-        return self.lowering.constrain(left, spec, without=others, leading=1, minor=minor).sum(0)
+        return _sum(self.lowering.constrain(left, spec, without=others, leading=1, minor=minor))
 
     def combine(self, value: ValueId, stack: Any) -> Any:
         """The batch's value of results that are not summed, stacked by micro-batch, and by group
@@ -161,3 +164,11 @@ class Totals:
             return _REDUCE[spec.kind](stack, axis=lead)
         # Values that are equal on all parts are taken from the last.
         return stack[(-1,) * len(lead)]
+
+
+def _sum(total: Any, dims: Sequence[int] = (0,)) -> Any:
+    """The sum over dims, in the array's own dtype: `jnp.sum` would add 16-bit floats in 32 bits,
+    and devices would send those.
+    """
+    zero = jnp.zeros((), total.dtype)
+    return jax.lax.reduce(total, zero, jax.lax.add, dims)
