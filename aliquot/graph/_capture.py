@@ -271,10 +271,12 @@ def _numbered(loose: Graph) -> Graph:
     """
     how: Recomputation = loose.calling.recompute
     sequence: list[tuple[Op, int, str]] = []
+    from_regions = set[ValueId]()
     regions = 0
     for item in loose.body.items:
         if isinstance(item, Call):
             regions += 1
+            from_regions.update(item.outputs)
             outer = str(item.eqn.source_info.name_stack)
             for inner in item.blocks[0].items:
                 op = loose.ops[cast(OpId, inner)]
@@ -308,10 +310,12 @@ def _numbered(loose: Graph) -> Graph:
     for op, region, scope in sequence:
         inputs = read(op.inputs)
         if op.name == "convert_element_type" and type(inputs[0]) is Literal:
-            # As JAX folds it.
-            numbers[op.outputs[0]] = _converted(inputs[0], loose.values[op.outputs[0]].dtype)
-            places.append(None)
-            continue
+            (out,) = op.outputs
+            if out not in from_regions:
+                # JAX folds it.
+                numbers[out] = _converted(inputs[0], loose.values[out].dtype)
+                places.append(None)
+                continue
         outputs = tuple([NO_VALUE if o < 0 else number(o) for o in op.outputs])
         places.append(OpId(len(drafts)))
         drafts.append(Draft(op.name, inputs, outputs, op.params, scope, 1, op.eqn, region))
