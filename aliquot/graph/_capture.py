@@ -16,6 +16,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from ..core import AliquotError, CaptureError
 from . import _jax_compat as compat
@@ -193,9 +194,9 @@ def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
         # `calling.run` writes the structure of the results into `calling`; with a copy, traces do
         # not overwrite each other's.
         calling = replace(calling)
-        structs = [compat.shape_struct(leaf) for leaf in leaves]
+        shapes = [compat.shape_struct(leaf) for leaf in leaves]
         try:
-            closed = compat.trace(lambda *flat: calling.run(flat), structs)
+            closed = compat.trace(lambda *flat: calling.run(flat), shapes)
         except NameError as error:
             if "unbound axis name" in str(error):
                 error.add_note(
@@ -241,11 +242,11 @@ def with_recomputation(graph: Graph, name: str, *, like: Graph | None = None) ->
         if all(_is_plain_region(call) for call in known.body.items if isinstance(call, Call)):
             return _numbered(known)
         calling.recompute = replace(how, op_origins=(), value_origins=())
-        structs = [
+        shapes = [
             compat.shape_struct(leaf, known.values[item.value].shape)
             for item, leaf in zip(known.inputs, known.calling.call.leaves, strict=True)
         ]
-        traced = _Traced.of(compat.trace(lambda *arrays: evaluate(known, arrays), structs))
+        traced = _Traced.of(compat.trace(lambda *arrays: evaluate(known, arrays), shapes))
         inputs = zip(known.inputs, traced.inputs, strict=True)
         outputs = zip(known.outputs, traced.body.outputs, strict=True)
         return replace(
@@ -295,7 +296,7 @@ def _numbered(loose: Graph) -> Graph:
     def number(old: ValueId) -> ValueId:
         known = loose.values[old]
         new = numbers[old] = ValueId(len(values))
-        values.append(known if known.index == new else replace(known, index=new))
+        values.append(known if known.index == new else structs.replace(known, index=new))
         origins.append(how.value_origins[old])
         return new
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec import structs
 
 from ._rule import traits_of
 from ._types import Call, Graph, Input, Literal, Op, OpId, Phase, Role, ValueId
@@ -23,8 +25,7 @@ FROM_ANOTHER_STAGE = "value "
 """Prefix of the paths of inputs that another stage makes, in the extracted step of a stage."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Item:
+class Item(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """An operator or a call at the top of a step.
 
     Attributes:
@@ -114,10 +115,10 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
             # A second training in the same step, of other parameters: all of it counts as part of
             # the first one's update.
             if item.phase is not Phase.UPDATE:
-                item = replace(item, phase=Phase.UPDATE)
+                item = structs.replace(item, phase=Phase.UPDATE)
         elif item.phase is Phase.FORWARD and not backward.isdisjoint(item.inputs):
             # A loop that holds both passes counts as backward, because its loss is known only then.
-            item = replace(item, phase=Phase.BACKWARD)
+            item = structs.replace(item, phase=Phase.BACKWARD)
         if behind and not item.shared:
             seen.update(item.outputs)
         if item.phase is Phase.BACKWARD and not item.shared:
@@ -131,7 +132,7 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
     for k in range(len(ordered) - 1, -1, -1):
         item = ordered[k]
         if item.phase is Phase.UPDATE and not wanted.isdisjoint(item.outputs):
-            ordered[k] = item = replace(item, phase=Phase.FORWARD)
+            ordered[k] = item = structs.replace(item, phase=Phase.FORWARD)
         if item.phase is not Phase.UPDATE:
             wanted.update(item.inputs)
     return tuple(ordered)

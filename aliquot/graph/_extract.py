@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import overload
 
 import msgspec
+from msgspec import structs
 
 from ._dataflow import FROM_ANOTHER_STAGE, Item, items_of, links_around, made_by, read_by
 from ._deferrable import Deferrable, deferrable_items
@@ -270,7 +271,7 @@ class _Builder:
         }
         found = []
         for n, old in enumerate(graph.values[v] for v in self._values):
-            found.append(replace(old, index=ValueId(n)))
+            found.append(structs.replace(old, index=ValueId(n)))
         values = tuple(found)
         part = replace(
             graph,

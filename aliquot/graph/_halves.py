@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import msgspec
+from msgspec import structs
 
 from . import _jax_compat as compat
 from ._dataflow import made_by, ops_inside, plain_item, read_by, reads_of
@@ -142,7 +143,7 @@ class _Builder:
 
     def _stacked(self, value: ValueId, length: int) -> ValueId:
         row = self.values[value]
-        new = replace(row, index=ValueId(len(self.values)), shape=(length, *row.shape))
+        new = structs.replace(row, index=ValueId(len(self.values)), shape=(length, *row.shape))
         self.values.append(new)
         return new.index
 

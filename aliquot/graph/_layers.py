@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from ..core import InputError, nearest, shortened
@@ -258,7 +259,7 @@ def cut_alike(layers: Layers, graph: Graph) -> Layers:
     """The same layers of the same step at another size of its batch, with unchanged weights."""
     # Items hold operators by index, which stays valid, but calls as objects of their own graph.
     items = tuple(
-        replace(item, op_or_call=other) if isinstance(other, Call) else item
+        structs.replace(item, op_or_call=other) if isinstance(other, Call) else item
         for item, other in zip(layers.items, graph.body.items, strict=True)
     )
     ends = [*layers.starts[1:], len(layers.forward)]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import msgspec
+from msgspec import structs
 
 from . import _jax_compat as compat
 from ._dataflow import items_of, links_around, ops_inside, read_by
@@ -175,11 +176,11 @@ def in_one_turn(graph: Graph, larger: Graph) -> Extract:
         return replace(op_or_call, inputs=operands(op_or_call.inputs), blocks=tuple(blocks))
 
     inside = _ops_of(larger, block)
-    ops = [replace(op, inputs=operands(op.inputs)) for op in graph.ops]
+    ops = [structs.replace(op, inputs=operands(op.inputs)) for op in graph.ops]
     values = list(graph.values)
     for k in inside:
         one = larger.ops[k]
-        ops[k] = replace(one, inputs=ops[k].inputs, trips=one.trips // loop.turns)
+        ops[k] = structs.replace(one, inputs=ops[k].inputs, trips=one.trips // loop.turns)
         for o in one.outputs:
             if o >= 0:
                 values[o] = larger.values[o]

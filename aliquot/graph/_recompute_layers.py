@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import msgspec
+from msgspec import structs
 
 from ..core import FUSED_ATTENTION, recompute_parts, recompute_ways
 from . import _jax_compat as compat
@@ -322,7 +323,9 @@ class _Loose:
     def fresh(self, like: ValueId, shape: tuple[int, ...] | None = None) -> ValueId:
         """A new value, as another one."""
         index, old = ValueId(len(self.values)), self.values[like]
-        self.values.append(replace(old, index=index, shape=old.shape if shape is None else shape))
+        self.values.append(
+            structs.replace(old, index=index, shape=old.shape if shape is None else shape)
+        )
         self.value_origins.append(self.value_origins[like])
         return index
 
@@ -335,7 +338,7 @@ class _Loose:
             made = {o: self.fresh(o) for o in op.outputs if o >= 0}
             self.op_origins.append(self.op_origins[item])
             self.ops.append(
-                replace(
+                structs.replace(
                     op,
                     index=index,
                     inputs=_renamed(op.inputs, names),
@@ -368,7 +371,7 @@ class _Loose:
                 return item
             index = OpId(len(self.ops))
             self.op_origins.append(self.op_origins[item])
-            self.ops.append(replace(op, index=index, inputs=_renamed(op.inputs, names)))
+            self.ops.append(structs.replace(op, index=index, inputs=_renamed(op.inputs, names)))
             return index
         blocks = []
         for block in item.blocks:

@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from ._dataflow import Item, items_of, links_around, made_at
 from ._split_reach import scans_over_layers
 from ._types import Call, Graph, OpId, Phase
@@ -86,5 +88,5 @@ def _in_order(graph: Graph, items: Sequence[Item]) -> Graph:
         return replace(op_or_call, blocks=tuple(blocks))
 
     body = replace(graph.body, items=tuple([renumbered(item.op_or_call) for item in items]))
-    ops_in_order = tuple([replace(graph.ops[old], index=number[old]) for old in order])
+    ops_in_order = tuple([structs.replace(graph.ops[old], index=number[old]) for old in order])
     return replace(graph, ops=ops_in_order, body=body)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import structs
 
 from ._types import Graph, Literal, Operand, Value, ValueId
 
@@ -44,7 +46,7 @@ class Pieces:
         like = self.graph.values[old]
         shape = like.shape if rows is None else (rows, *like.shape[1:])
         index = ValueId(len(self.values))
-        self.values.append(replace(like, index=index, shape=shape))
+        self.values.append(structs.replace(like, index=index, shape=shape))
         return index
 
     def declare(self, old: ValueId) -> tuple[ValueId, ...]:

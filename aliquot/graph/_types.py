@@ -63,8 +63,7 @@ class Phase(enum.IntEnum):
     UPDATE = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
+class Value(msgspec.Struct, frozen=True, kw_only=True):
     """One array of the step.
 
     `dtype` is NumPy's name of the type. Random keys (`key<...>`) and the zeros that JAX makes of
@@ -77,7 +76,7 @@ class Value:
     dtype: str
     itemsize: int
     memory: Memory = Memory.DEVICE
-    jax_dtype: Any = field(default=None, repr=False, compare=False)
+    jax_dtype: Any = None
 
     @property
     def num_bytes(self) -> int:
@@ -86,8 +85,7 @@ class Value:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Literal:
+class Literal(msgspec.Struct, frozen=True, kw_only=True):
     """A constant scalar written into the trace."""
 
     value: Any
@@ -100,8 +98,7 @@ Operand: TypeAlias = ValueId | Literal
 """The index of a value, or a literal."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Op:
+class Op(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One operator.
 
     Attributes:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from ..cluster import Cluster, LogicalMesh, subcluster, target_for
@@ -421,7 +422,7 @@ def _without_operators(problem: Problem) -> Problem:
     for op in graph.ops:
         if op.phase is not Phase.UPDATE:
             ops.append(
-                replace(
+                structs.replace(
                     op,
                     inputs=tuple([i for i in op.inputs if isinstance(i, int)]),
                     params={},

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from msgspec import structs
 
 from ...core import CaptureError
 from ...graph import Block, Call, Graph, Literal, Op
@@ -57,7 +58,7 @@ def resized(small: Graph, large: Graph, size: int) -> Graph:
     try:
         values = tuple(
             [
-                a if a.shape == b.shape else replace(a, shape=line.shape(a.shape, b.shape))
+                a if a.shape == b.shape else structs.replace(a, shape=line.shape(a.shape, b.shape))
                 for a, b in zip(small.values, large.values, strict=True)
             ]
         )
@@ -100,10 +101,10 @@ def own_of_one(small: Graph, large: Graph, third: Graph) -> Graph:
                 value = _on_one(literals, sizes, operand.dtype)
                 if value is None:
                     raise _irregular(op)
-                inputs[k] = replace(operand, value=value)
+                inputs[k] = structs.replace(operand, value=value)
             elif literals:
                 raise _irregular(op)
-        ops.append(replace(op, inputs=tuple(inputs)))
+        ops.append(structs.replace(op, inputs=tuple(inputs)))
     constants = dict(small.constants)
     for index, constant in small.constants.items():
         given = [large.constants[index], third.constants[index]]
@@ -303,14 +304,18 @@ def _op(small: Op, large: Op, line: _Line) -> Op:
     """An operator at the new size."""
     if small.trips != large.trips:
         # A loop over the batch runs another number of times at every size.
-        small = replace(small, trips=line.number(small.trips, large.trips))
+        small = structs.replace(small, trips=line.number(small.trips, large.trips))
     if small.eqn is None:
         return small
     key = id(small.eqn), id(large.eqn)
     equation = line.equations.get(key)
     if equation is None:
         equation = line.equations[key] = _equation(small, large, line)
-    return small if equation is small.eqn else replace(small, params=equation.params, eqn=equation)
+    return (
+        small
+        if equation is small.eqn
+        else structs.replace(small, params=equation.params, eqn=equation)
+    )
 
 
 def _equation(small: Op, large: Op, line: _Line) -> Any:

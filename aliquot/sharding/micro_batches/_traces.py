@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from ...core import CaptureError, InputError
 from ...graph import (
@@ -231,7 +232,7 @@ def align(whole: Graph, part: Graph, *, own: bool = False) -> tuple[Graph, dict[
                 if a.inputs == b.inputs and a.phase is b.phase
                 # The whole's literals are kept: the divisor of a mean is that of the whole batch,
                 # so that summands add up to its result.
-                else replace(a, eqn=b.eqn, params=b.params)
+                else structs.replace(a, eqn=b.eqn, params=b.params)
             )
             for a, b in zip(whole.ops, part.ops)
         ]

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from ...graph import SHARED, Block, Call, Graph, Op, Operand, OpId, Phase, Role, StageId, ValueId
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
@@ -205,7 +206,7 @@ def cast_once(
 
 def _reading(op: Op, instead: Mapping[ValueId, ValueId]) -> Op:
     inputs = _read(op.inputs, instead)
-    return op if inputs == op.inputs else replace(op, inputs=inputs)
+    return op if inputs == op.inputs else structs.replace(op, inputs=inputs)
 
 
 def _read(operands: tuple[Operand, ...], instead: Mapping[ValueId, ValueId]) -> tuple[Operand, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from msgspec import structs
 
 from ...graph import (
     Block,
@@ -155,15 +156,15 @@ class _Rewriter:
         out: list[OpId | Call],
     ) -> ValueId:
         """A new operator that calls `fn` on arrays of the inputs' shapes."""
-        structs = [struct_of(i if isinstance(i, Literal) else self.values[i]) for i in inputs]
+        shapes = [struct_of(i if isinstance(i, Literal) else self.values[i]) for i in inputs]
         # JAX itself writes the equation, so that dtypes and shapes are checked as in the user's own
         # code.
-        (eqn,) = equations(jax.jit(fn), structs)
+        (eqn,) = equations(jax.jit(fn), shapes)
         # A new operator takes phase and scope from the one that needs it.
         base = like or self.plan.whole.ops[0]
         index = OpId(len(self.ops))
         self.ops.append(
-            replace(
+            structs.replace(
                 base,
                 index=index,
                 name="jit",
@@ -186,12 +187,12 @@ class _Rewriter:
         )
         action = self.plan.actions.get(index, Action.RUN)
         if action is Action.RUN:
-            self.ops[index] = replace(op, inputs=inputs)
+            self.ops[index] = structs.replace(op, inputs=inputs)
             out.append(index)
         elif action is Action.SHIFT:
             (target,) = op.outputs
             plain = self._like(target)
-            self.ops[index] = replace(op, inputs=inputs, outputs=(plain,))
+            self.ops[index] = structs.replace(op, inputs=inputs, outputs=(plain,))
             out.append(index)
             self._shift(plain, target, op, out)
         else:
@@ -201,7 +202,7 @@ class _Rewriter:
         value = self.values[index]
         new = ValueId(len(self.values))
         whole = value.shape if shape is None else tuple(shape)
-        self.values.append(replace(value, index=new, shape=whole))
+        self.values.append(structs.replace(value, index=new, shape=whole))
         return new
 
     def _shift(self, plain: ValueId, target: ValueId, op: Op, out: list[OpId | Call]) -> None:
@@ -230,7 +231,7 @@ class _Rewriter:
                 outputs.append(full)
             else:
                 outputs.append(target)
-        self.ops[index] = replace(whole, inputs=tuple(inputs), outputs=tuple(outputs))
+        self.ops[index] = structs.replace(whole, inputs=tuple(inputs), outputs=tuple(outputs))
         out.append(index)
         for full, target in cuts:
             spec, layout = self.plan.specs[target], self.layout

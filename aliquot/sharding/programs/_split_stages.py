@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
+from msgspec import structs
+
 from ...graph import (
     SHARED,
     Call,
@@ -165,7 +167,8 @@ class _Body:
         """
         # All other items of the body run in forward programs.
         phased = [
-            i if i.phase is Phase.BACKWARD else replace(i, phase=Phase.FORWARD) for i in self._items
+            i if i.phase is Phase.BACKWARD else structs.replace(i, phase=Phase.FORWARD)
+            for i in self._items
         ]
         stages = [self._stage[id(item)] for item in self._items]
         deferrable = deferrable_items(self._graphs.body, phased, stages)

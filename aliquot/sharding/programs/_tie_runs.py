@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import jax
+from msgspec import structs
 
 from ...graph import (
     Call,
@@ -87,7 +88,7 @@ class _Tied:
             if op_or_call.kind in ("remat", "scan") and not names.keys().isdisjoint(item.inputs):
                 op_or_call = replace(op_or_call, inputs=_renamed(op_or_call.inputs, names))
         elif not names.keys().isdisjoint(item.inputs):
-            self.ops[op_or_call] = replace(
+            self.ops[op_or_call] = structs.replace(
                 self.ops[op_or_call], inputs=_renamed(self.ops[op_or_call].inputs, names)
             )
         self.order.append(op_or_call)
@@ -99,15 +100,15 @@ class _Tied:
         """Append an optimization barrier, and return the values that leave it in place of
         `taken`.
         """
-        structs = [struct_of(self.values[v]) for v in taken]
-        (eqn,) = equations(lambda *xs: jax.lax.optimization_barrier(xs), structs)
+        shapes = [struct_of(self.values[v]) for v in taken]
+        (eqn,) = equations(lambda *xs: jax.lax.optimization_barrier(xs), shapes)
         passed = []
         for v in taken:
             passed.append(ValueId(len(self.values)))
-            self.values.append(replace(self.values[v], index=passed[-1]))
+            self.values.append(structs.replace(self.values[v], index=passed[-1]))
         index = OpId(len(self.ops))
         self.ops.append(
-            replace(
+            structs.replace(
                 self.ops[like.ops[0]],
                 index=index,
                 name="optimization_barrier",
