@@ -56,8 +56,11 @@ def violations(
         faults += _interface("input", plan.inputs, inputs)
     if outputs is not None:
         faults += _interface("output", plan.outputs, outputs)
-    if num_devices is not None:
-        faults += _device_count(plan, num_devices)
+    if num_devices is not None and num_devices not in _device_counts(plan):
+        faults.append(
+            f"the plan is for {counted(plan_devices(plan), 'device')} ({plan.cluster.get('name')}),"
+            f" and there are {num_devices}"
+        )
     if num_processes is not None:
         faults += process_violations(plan, num_processes)
     faults += _own_interface(plan)
@@ -135,14 +138,6 @@ def _interface(
 
 def _form(array: ArrayInterface) -> str:
     return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
-
-
-def _device_count(plan: Plan, num_devices: int) -> Iterator[str]:
-    if num_devices not in _device_counts(plan):
-        yield (
-            f"the plan is for {counted(plan_devices(plan), 'device')} ({plan.cluster.get('name')}),"
-            f" and there are {num_devices}"
-        )
 
 
 def _own_interface(plan: Plan) -> Iterator[str]:

@@ -91,7 +91,13 @@ def apply(plan: Plan, module: torch.nn.Module, mesh: DeviceMesh | None = None) -
             asked=f"the plan cannot be applied to {type(module).__name__}",
             advice="Plan this module with aliquot.torch.plan for as many devices as processes.",
         )
-    batch_axes = _batch_axes(plan)
+    # The axes that split the rows of any array of the batch.
+    rows = [
+        stage.shardings[item.path][0]
+        for item in plan.inputs
+        if item.path.startswith("batch") and item.shape
+    ]
+    batch_axes = tuple(axis for axis in stage.axis_names if axis in itertools.chain(*rows))
     tensor_axes = [a for a in stage.axis_names if a not in batch_axes]
     shard_axes, keeps_gathered = _shard_axes(stage.shardings, named, specs, batch_axes)
     made = _mesh(stage, batch_axes, shard_axes, tensor_axes, mesh, next(iter(named.values())))
@@ -122,17 +128,6 @@ def _spec(
 def _dim_over(spec: Sequence[Sequence[str]] | None, some: Collection[str]) -> int | None:
     """The first dim that is split over some axes."""
     return next((d for d, axes in enumerate(spec or ()) if not {*some}.isdisjoint(axes)), None)
-
-
-def _batch_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes that split the rows of any array of the batch."""
-    (stage,) = plan.stages
-    rows = [
-        stage.shardings[item.path][0]
-        for item in plan.inputs
-        if item.path.startswith("batch") and item.shape
-    ]
-    return tuple(axis for axis in stage.axis_names if axis in itertools.chain(*rows))
 
 
 def _shard_axes(
