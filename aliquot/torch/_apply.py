@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,14 +240,6 @@ def _in_pieces(owner: torch.nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
     return forward
 
 
-def _units(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Modules whose parameters are gathered together: the items of lists of modules that run."""
-    containers = torch.nn.ModuleList, torch.nn.ModuleDict
-    for child in module.modules():
-        if isinstance(child, torch.nn.ModuleList):
-            yield from (item for item in child if not isinstance(item, containers))
-
-
 def _fully_shard(
     plan: Plan, module: torch.nn.Module, mesh: DeviceMesh, dims: Mapping[str, int], *, reshard: bool
 ) -> None:
@@ -262,7 +254,13 @@ def _fully_shard(
     named = plan.model.settings.get("compute_dtype")
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, named) if named else None)
     both = mesh["replicate", "shard"]
-    for unit in (*reversed(list(_units(module))), module):
+    # Parameters of these are gathered together: the items of lists of modules that run.
+    units: list[torch.nn.Module] = []
+    containers = torch.nn.ModuleList, torch.nn.ModuleDict
+    for child in module.modules():
+        if isinstance(child, torch.nn.ModuleList):
+            units += [item for item in child if not isinstance(item, containers)]
+    for unit in (*reversed(units), module):
         if any(True for _ in unit.parameters()):
             fully_shard(
                 unit,

@@ -265,7 +265,11 @@ def write_settings(
         pairs = _accelerate.write_deepspeed(settings, lose)
     if name in ("megatron", "bridge") and settings.seq_len:
         pairs.append(("seq_len", settings.seq_len))
-    named = [(_name(table, word), value) for word, value in pairs if value is not None]
+    named: list[tuple[str, Any]] = []
+    for word, value in pairs:
+        if value is not None:
+            is_length = (table.framework, word) == ("bridge", "seq_len")
+            named.append(("model.seq_length" if is_length else table.name_of(word), value))
     if rules:
         named.append(("logical_axis_rules", list(rules)))
     text, file_name = _FORMS[to](table, named)
@@ -276,15 +280,6 @@ def write_settings(
         file_name=file_name,
         pairs=tuple(named),
         lost=tuple(dict.fromkeys(lost)),
-    )
-
-
-def _name(table: Table, word: str) -> str:
-    """The framework's name of a word: the first one of its table."""
-    return (
-        "model.seq_length"
-        if (table.framework, word) == ("bridge", "seq_len")
-        else table.name_of(word)
     )
 
 
