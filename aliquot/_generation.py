@@ -111,7 +111,14 @@ class Generator:
         )
         cluster = Cluster.from_dict(self.plan.cluster)
         if not self.plan.is_pipeline:
-            method = _same_splits(self.plan)
+            (stage,) = self.plan.stages
+            specs = {}
+            for path, dims in stage.shardings.items():
+                if path.startswith(("params", "cache")):
+                    specs[path] = tuple(axes or None for axes in dims)
+            method = ManualParallel(
+                specs=specs, mesh_shape=stage.mesh_shape, axis_names=stage.axis_names
+            )
             options["num_micro_batches"] = self.plan.num_micro_batches
         first = plan(
             prefill, model.params, model.cache, prompt, cluster=cluster, method=method, **options
@@ -212,16 +219,6 @@ def _choosing(
 
     choosing.__name__ = function.__name__
     return choosing
-
-
-def _same_splits(decode: Plan) -> ManualParallel:
-    """The splits of parameters and cache in a plan of one program, for the prefill."""
-    (stage,) = decode.stages
-    specs = {}
-    for path, dims in stage.shardings.items():
-        if path.startswith(("params", "cache")):
-            specs[path] = tuple(axes or None for axes in dims)
-    return ManualParallel(specs=specs, mesh_shape=stage.mesh_shape, axis_names=stage.axis_names)
 
 
 def _on_host(array: Any) -> Ints:

@@ -68,6 +68,18 @@ class Outlook:
         return f"about {counted(minutes, 'minute')} left" if minutes else "less than a minute left"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What training is to reach, and with what; attributes are arguments of `size`."""
+
+    hosts: Sequence[tuple[str, int] | HostPrice]
+    tokens: float
+    by_s: float
+    prices: str = ""
+    goodput: float = 1.0
+    max_hosts: int = 64
+
+
 def size(
     step: Callable[..., Any],
     *args: Any,
@@ -112,14 +124,17 @@ def size(
         SizingInterrupted: On Ctrl-C, once a cluster is planned.
     """
     variants = (Variant(step=step, args=args, kwargs=kwargs, model=model),)
-    return size_built(
-        lambda cluster: variants,
+    goal = Goal(
         hosts=hosts,
         tokens=tokens,
         by_s=by_s,
         prices=prices,
         goodput=goodput,
         max_hosts=max_hosts,
+    )
+    return size_built(
+        lambda cluster: variants,
+        goal,
         progress=progress,
         method=method,
         num_micro_batches=num_micro_batches,
@@ -132,14 +147,9 @@ def size(
 
 def size_built(
     build: Callable[[Cluster], Variants],
+    goal: Goal,
     *,
-    hosts: Sequence[tuple[str, int] | HostPrice],
-    tokens: float,
-    by_s: float,
-    prices: str = "",
-    max_hosts: int = 64,
     progress: Progress | None = None,
-    goodput: float = 1.0,
     found: Callable[[ClusterOption, Outlook], None] | None = None,
     rebuild: Callable[[Cluster, int], Variants] | None = None,
     **options: Any,
@@ -153,15 +163,16 @@ def size_built(
         found: is called with each cluster as soon as it is planned, and with what is left.
         options: those of `aliquot.plan`.
     """
+    hosts, tokens, by_s, goodput = goal.hosts, goal.tokens, goal.by_s, goal.goodput
     if not 0 < goodput <= 1:
         raise InputError(
             f"goodput is the share of the time in which a run moves on, above 0 and at most 1, such"
             f" as 0.9; got {goodput:g}."
         )
-    if not (tokens > 0 and by_s > 0 and 1 <= max_hosts <= _MOST_HOSTS and hosts):
+    if not (tokens > 0 and by_s > 0 and 1 <= goal.max_hosts <= _MOST_HOSTS and hosts):
         raise InputError(
             f"size needs hosts, tokens and a time above 0, and 1 to {_MOST_HOSTS} hosts at most;"
-            f" got tokens={tokens}, by_s={by_s}, max_hosts={max_hosts}."
+            f" got tokens={tokens}, by_s={by_s}, max_hosts={goal.max_hosts}."
         )
 
     rows: list[ClusterOption] = []
@@ -216,15 +227,15 @@ def size_built(
             global_batch=kinds[0].examples,
             goodput=goodput,
             options=sorted_options(rows, [kind.device for kind in kinds]),
-            prices=prices,
+            prices=goal.prices,
             currency=next((h.currency for h in hosts if isinstance(h, HostPrice)), ""),
-            max_hosts=max_hosts,
+            max_hosts=goal.max_hosts,
             is_complete=complete,
         )
 
     try:
         for number, host in enumerate(hosts):
-            kinds.append(_kind(build, host, max_hosts, tokens, by_s * goodput, bool(rebuild)))
+            kinds.append(_kind(build, host, goal.max_hosts, tokens, by_s * goodput, bool(rebuild)))
             if progress:
                 progress("comparing the compute of devices", number + 1, len(hosts))
         started_s = time.monotonic()

@@ -575,17 +575,6 @@ def _tried(
     }
 
 
-def _named_beside(plan: Plan, tried: Mapping[str, Any]) -> dict[str, Any]:
-    """A variant that was tried, with its number of micro-batches in its name where the chosen plan
-    has another.
-    """
-    candidate = dict(tried)
-    count = candidate.pop("num_micro_batches")
-    if count not in (None, plan.num_micro_batches):
-        candidate["name"] += f", {counted(count, 'micro-batch')}"
-    return candidate
-
-
 def _beside(
     plan: Plan,
     built: Variant,
@@ -599,9 +588,16 @@ def _beside(
     traced = itertools.chain(*(variant._traced for variant in variants))
     trace_s = sum(seconds for _, seconds in traced)
     search_s = time.perf_counter() - started - trace_s
+    candidates = [*plan.provenance.candidates]
+    for each in tried:
+        candidate = dict(each)
+        count = candidate.pop("num_micro_batches")
+        if count not in (None, plan.num_micro_batches):
+            candidate["name"] += f", {counted(count, 'micro-batch')}"
+        candidates.append(candidate)
     provenance = msgspec.structs.replace(
         plan.provenance,
-        candidates=(*plan.provenance.candidates, *(_named_beside(plan, each) for each in tried)),
+        candidates=tuple(candidates),
         trace_s=trace_s,
         # What was traced before is not part of the time since then.
         search_s=max(search_s, plan.provenance.search_s),

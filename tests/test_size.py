@@ -10,7 +10,7 @@ from sample_plans import sample_plan
 
 import aliquot as aq
 from aliquot import _size
-from aliquot._size import Outlook, SizingInterrupted, _counts, _Kind, _try, size_built
+from aliquot._size import Goal, Outlook, SizingInterrupted, _counts, _Kind, _try, size_built
 from aliquot._variants import Variant
 from aliquot.cluster import HostPrice, ReportedSteps
 from aliquot.cluster import _reported as reported
@@ -98,10 +98,11 @@ def priced(device, price):
     return HostPrice(device=device, devices_per_host=8, price_per_hour=price)
 
 
-def sized(hosts, **options):
+def sized(hosts, max_hosts=64, **options):
     step, *args = mlp((64, 128, 64), 48)
     variants = (Variant(step=step, args=tuple(args)),)
-    return size_built(lambda cluster: variants, hosts=hosts, tokens=1e6, by_s=1e6, **options)
+    goal = Goal(hosts=hosts, tokens=1e6, by_s=1e6, max_hosts=max_hosts)
+    return size_built(lambda cluster: variants, goal, **options)
 
 
 def test_devices_on_which_compute_is_cheap_come_first(planned_at_once):
@@ -332,12 +333,8 @@ def test_another_batch_is_built_planned_and_shown():
 
     sizing = size_built(
         build,
-        hosts=[("H100", 1)],
-        tokens=1e9,
-        by_s=1e9,
-        max_hosts=3,
+        Goal(hosts=[("H100", 1)], tokens=1e9, by_s=1e9, max_hosts=3, goodput=0.5),
         rebuild=build,
-        goodput=0.5,
         method=aq.DataParallel(),
     )
     assert sizing.global_batch == 16 and sizing.goodput == 0.5
@@ -347,10 +344,7 @@ def test_another_batch_is_built_planned_and_shown():
     assert "goodput 50%" in str(sizing)
     quick = size_built(
         build,
-        hosts=[("H100", 1)],
-        tokens=1e9,
-        by_s=option.training_s / 2 / 2.5,
-        max_hosts=3,
+        Goal(hosts=[("H100", 1)], tokens=1e9, by_s=option.training_s / 2 / 2.5, max_hosts=3),
         rebuild=build,
         method=aq.DataParallel(),
     )

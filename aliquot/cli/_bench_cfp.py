@@ -14,7 +14,7 @@ from ._launch_options import LaunchOptions, joined, launch_again
 from ._options import Json, read_cluster
 from ._own_process import RunsHere, row_of_own_process
 from ._progress import search_progress
-from ._session import Session, session
+from ._session import session
 
 if TYPE_CHECKING:
     from ..suites import CfpCase
@@ -54,11 +54,23 @@ def cfp(launch_options: LaunchOptions, of_cases: _CaseOptions, as_json: Json = F
         environment = dict(os.environ)
         if launch is None or not of_cases.runs_here:
             use_host_only()
-        from ..suites import CFP_CASES, Results, find_cfp_cases, make_cfp_rows, mode_of
+        from ..suites import (
+            CFP_CASES,
+            Results,
+            find_cfp_cases,
+            make_cfp_rows,
+            measured_blocks,
+            mode_of,
+        )
 
         cases = find_cfp_cases(of_cases.only, tuple(of_cases.case or ()))
         if of_cases.runs_here:
-            _run_here(cases[0], launch_options, say)
+            if launch_options.starts_others:
+                launch_again(launch_options, None, say, all_say_the_same=True)
+                return
+            with joined(launch_options, ends_at_signals=True):
+                devices = use_virtual_devices(_VIRTUAL) if launch is None else use_devices(None)
+                say.finish({"row": measured_blocks(cases[0], devices)})
             return
 
         def measure(case: CfpCase) -> dict[str, Any]:
@@ -76,16 +88,3 @@ def cfp(launch_options: LaunchOptions, of_cases: _CaseOptions, as_json: Json = F
                 progress=report,
             )
         say.finish({"device": of_cases.device, "rows": rows})
-
-
-def _run_here(case: CfpCase, launch_options: LaunchOptions, say: Session) -> None:
-    """Run the small form of one case in this process, or as one of several."""
-    from ..suites import measured_blocks
-
-    if launch_options.starts_others:
-        launch_again(launch_options, None, say, all_say_the_same=True)
-        return
-    with joined(launch_options, ends_at_signals=True):
-        is_alone = launch_options.launch is None
-        devices = use_virtual_devices(_VIRTUAL) if is_alone else use_devices(None)
-        say.finish({"row": measured_blocks(case, devices)})

@@ -15,7 +15,23 @@ def models(as_json: Json = False) -> None:
         from ..report import Column, table
         from ..zoo import MODELS
 
-        entries = [_model(name) for name in MODELS]
+        entries = []
+        for name in MODELS:
+            config: Any = MODELS[name]
+            width = getattr(config, "hidden_size", None) or getattr(config, "num_channels", None)
+            entry = {
+                "name": name,
+                "family": config.family,
+                "num_layers": config.num_layers,
+                "width": width,
+                "num_experts": getattr(config, "num_experts", None),
+                "seq_len": getattr(config, "seq_len", None),
+                "target_len": getattr(config, "target_len", None),
+                "vocab_size": getattr(config, "vocab_size", None),
+                "examples": config.examples,
+                "flops_per_example": config.flops_per_example,
+            }
+            entries.append(entry)
         say.show(
             table(
                 "Models of the zoo, by family and size",
@@ -35,24 +51,6 @@ def models(as_json: Json = False) -> None:
         say.show("operations to train on one example, forward and backward. Change a size with")
         say.show("--set NAME=VALUE. Your own model: package.module:factory.")
         say.finish({"models": entries})
-
-
-def _model(name: str) -> dict[str, Any]:
-    from ..zoo import MODELS
-
-    config: Any = MODELS[name]
-    return {
-        "name": name,
-        "family": config.family,
-        "num_layers": config.num_layers,
-        "width": getattr(config, "hidden_size", None) or getattr(config, "num_channels", None),
-        "num_experts": getattr(config, "num_experts", None),
-        "seq_len": getattr(config, "seq_len", None),
-        "target_len": getattr(config, "target_len", None),
-        "vocab_size": getattr(config, "vocab_size", None),
-        "examples": config.examples,
-        "flops_per_example": config.flops_per_example,
-    }
 
 
 def _layers(row: dict[str, Any]) -> str:

@@ -98,20 +98,20 @@ def _train_parallel(
     from .._api import parallelize
     from ..data import Feed
     from ..report import compared
-    from ._training import run
+    from ._training import Training
 
     say.voice.doing = "creating the state on 8 devices"
     step = parallelize(workload.train_step, plan)
     state = step.init(workload.init, jax.random.key(_SEED))
-    done = run(
-        step,
-        state,
-        Feed(text),
-        steps,
+    training = Training(
+        step=step,
+        feed=Feed(text),
+        steps=steps,
         label=f"{_DEVICES} devices",
         say=say,
         tokens_per_step=text.tokens_per_step,
     )
+    done = training.run(state)
     stats = step.stats()
     return compared(plan, stats.memory, stats.collectives), done
 
@@ -121,20 +121,20 @@ def _train_alone(workload: Workload, text: Windows | Mixture, steps: int, say: S
     import jax
 
     from ..data import Feed
-    from ._training import run
+    from ._training import Training
 
     say.voice.doing = "creating the state on one device"
     state = jax.jit(workload.init)(jax.random.key(_SEED))
     step = jax.jit(workload.train_step, donate_argnums=0)
-    return run(
-        step,
-        state,
-        Feed(text),
-        steps,
+    training = Training(
+        step=step,
+        feed=Feed(text),
+        steps=steps,
         label="1 device ",
         say=say,
         tokens_per_step=text.tokens_per_step,
     )
+    return training.run(state)
 
 
 def _stop_if_interrupted(done: Run, steps: int, say: Session) -> None:

@@ -62,7 +62,10 @@ def read_options(ctx: typer.Context, args: Sequence[str]) -> None:
         else:
             wrong, values[str(parameter.name)] = _checked(parameter, value)
         if wrong:
-            faults.append(f"line {_line(text, key)}: {wrong}")
+            pattern = re.compile(rf"\s*\[?\s*[\"']?{re.escape(key)}[\"']?\s*(=|\.|\])")
+            lines = enumerate(text.splitlines(), 1)
+            number = next((number for number, line in lines if pattern.match(line)), 1)
+            faults.append(f"line {number}: {wrong}")
     if faults:
         ctx.fail(listing(f"{named} is not usable", faults))
     ctx.default_map = values
@@ -119,10 +122,3 @@ def _written(value: Any) -> str:
     if isinstance(value, bool | int | float):
         return json.dumps(value)
     return json.dumps(str(value), ensure_ascii=False)
-
-
-def _line(text: str, key: str) -> int:
-    """The number of the line on which a key stands."""
-    pattern = re.compile(rf"\s*\[?\s*[\"']?{re.escape(key)}[\"']?\s*(=|\.|\])")
-    lines = enumerate(text.splitlines(), 1)
-    return next((number for number, line in lines if pattern.match(line)), 1)

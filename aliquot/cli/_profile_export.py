@@ -70,7 +70,15 @@ def export(
             overrides["seq_len"] = str(options.seq_len)
         config = configure(options.model, **overrides)
         family = aceso_family(config)
-        batches = _read_batches(options.micro_batch_sizes or _USUAL_BATCHES.get(family, "1,2,4,8"))
+        text = options.micro_batch_sizes or _USUAL_BATCHES.get(family, "1,2,4,8")
+        try:
+            batches = sorted({int(part) for part in text.split(",")})
+        except ValueError:
+            batches = []
+        if not batches or batches[0] < 1:
+            raise InputError(
+                f"--micro-batch-sizes {text!r} must be numbers of at least 1, such as 1,2,4,8."
+            )
         where = with_profiles(where, database, of_any=profiles_of_any)
         named = aceso_size(config)
         content = modelled_database(_shape(config, where), where, micro_batches=batches)
@@ -101,18 +109,6 @@ def export(
                 "profiles": source,
             }
         )
-
-
-def _read_batches(text: str) -> list[int]:
-    try:
-        sizes = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        sizes = []
-    if not sizes or sizes[0] < 1:
-        raise InputError(
-            f"--micro-batch-sizes {text!r} must be numbers of at least 1, such as 1,2,4,8."
-        )
-    return sizes
 
 
 def _shape(config: AbstractConfig, where: Cluster) -> ModelShape:

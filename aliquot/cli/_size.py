@@ -67,7 +67,7 @@ def size(
         table = load_prices(asked.prices)
         use_host_only()
         kinds = _kinds(asked.device, asked.devices_per_host, table, given=asked.prices is not None)
-        from .._size import Outlook, SizingInterrupted, size_built
+        from .._size import Goal, Outlook, SizingInterrupted, size_built
         from ..report import ClusterOption, option_line, sizing_table
         from ._model import user_code
         from ._recomputation import builder
@@ -88,16 +88,19 @@ def size(
 
         try:
             with user_code(model), search_progress(say) as report:
-                sizing = size_built(
-                    builder(model, options, say),
+                goal = Goal(
                     hosts=kinds,
                     tokens=wanted,
                     by_s=by_s,
                     prices=origin_of(asked.prices, priced) if priced else "",
-                    found=tell,
                     goodput=asked.goodput,
-                    rebuild=None if options.global_batch is None or ":" in model else rebuild,
                     max_hosts=asked.max_hosts,
+                )
+                sizing = size_built(
+                    builder(model, options, say),
+                    goal,
+                    found=tell,
+                    rebuild=None if options.global_batch is None or ":" in model else rebuild,
                     memory_limit_bytes=limit,
                     progress=report,
                 )

@@ -82,7 +82,7 @@ def train(
         if has_been_restarted() and (run_options.resume == "no" or run_options.resume.isdecimal()):
             # That was said of the run as it was before.
             run_options = dataclasses.replace(run_options, resume="auto")
-        from ._train_plan import check_devices, find_plan, given_plan, has_same_inputs
+        from ._train_plan import Wanted, check_devices, find_plan, given_plan, has_same_inputs
 
         with joined(launch_options):
             here = use_devices(devices)
@@ -95,13 +95,16 @@ def train(
                 if model != plan.model.name:
                     has_same_inputs(workload, plan)
             else:
+                wanted = Wanted(
+                    name=model,
+                    cluster=cluster,
+                    network_gbps=network_gbps,
+                    model=model_options.read(update),
+                    method=method_options,
+                    memory_limit_bytes=read_memory_limit(memory_limit),
+                )
                 plan, workload = find_plan(
-                    model,
-                    cluster,
-                    network_gbps,
-                    model_options.read(update),
-                    method_options,
-                    read_memory_limit(memory_limit),
+                    wanted,
                     run_options.out,
                     here,
                     lambda built: _examples(built, data, run_options, seed),
@@ -168,7 +171,7 @@ def _train(
     from ..data import Feed
     from ._model import find_function
     from ._resume import Resumed, begin, open_checkpoints
-    from ._training import run
+    from ._training import Training
 
     text = texts["train"]
     say.voice.doing = "creating or reading the state"
@@ -190,11 +193,10 @@ def _train(
             meta = begun.meta | {"position": feed.position}
             checkpoints.save(step, state, number, meta=meta, force=True)
 
-        done = run(
-            step,
-            begun.state,
-            feed,
-            steps,
+        training = Training(
+            step=step,
+            feed=feed,
+            steps=steps,
             label=workload.config.name,
             say=say,
             tokens_per_step=text.tokens_per_step,
@@ -211,6 +213,7 @@ def _train(
             save=None if checkpoints is None else save,
             save_every=options.save_every,
         )
+        done = training.run(begun.state)
         # A last checkpoint that cannot be written is an error, which comes behind the summary.
         _tell(done, plan, options, say)
     return done

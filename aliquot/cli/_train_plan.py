@@ -135,13 +135,20 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be planned: a model, a cluster and a method, as options name them."""
+
+    name: str
+    cluster: str
+    network_gbps: str | None
+    model: ZooOptions
+    method: MethodOptions
+    memory_limit_bytes: float | None
+
+
 def find_plan(
-    name: str,
-    cluster: str,
-    network_gbps: str | None,
-    options: ZooOptions,
-    method_options: MethodOptions,
-    memory_limit_bytes: float | None,
+    wanted: Wanted,
     run: Path | None,
     here: Sequence[Any],
     check: Callable[[Workload], Any],
@@ -164,14 +171,15 @@ def find_plan(
     from ._model import tell_attention, tell_model, user_code
     from ._recomputation import model_to_plan, variants_of
 
+    name = wanted.name
     if ":" in name:
         raise InputError(
             f"{name} is a function, and `aliquot train` needs to know its first state and data."
             " Train it from Python: step = aliquot.parallelize(train_step, plan)."
         )
-    where = Cluster.detect(here) if cluster == "detect" else read_cluster(cluster)
-    where = with_network(where, network_gbps)
-    model = model_to_plan(name, options, where)
+    where = Cluster.detect(here) if wanted.cluster == "detect" else read_cluster(wanted.cluster)
+    where = with_network(where, wanted.network_gbps)
+    model = model_to_plan(name, wanted.model, where)
     workload = model.workload
     assert workload is not None, "no model of the zoo"
     check(workload)
@@ -180,7 +188,7 @@ def find_plan(
         return kept, workload
     if where.num_devices != len(here):
         raise PlanMismatchError(
-            f"--cluster {cluster} has {counted(where.num_devices, 'device')}, and there"
+            f"--cluster {wanted.cluster} has {counted(where.num_devices, 'device')}, and there"
             f" {'is' if len(here) == 1 else 'are'} {len(here)}",
             asked="what is planned cannot be trained here",
             advice=(
@@ -195,10 +203,10 @@ def find_plan(
         plan = plan_variants(
             variants_of(model),
             cluster=where,
-            method=method_options.read(),
-            num_micro_batches=method_options.wanted_micro_batches,
-            micro_batch_semantics=method_options.micro_batch_semantics,
-            memory_limit_bytes=memory_limit_bytes,
+            method=wanted.method.read(),
+            num_micro_batches=wanted.method.wanted_micro_batches,
+            micro_batch_semantics=wanted.method.micro_batch_semantics,
+            memory_limit_bytes=wanted.memory_limit_bytes,
             progress=report,
         )
     say.note(headline(plan))

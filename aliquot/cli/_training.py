@@ -72,26 +72,14 @@ class Run:
         }
 
 
-def run(
-    step: Callable[..., Any],
-    state: Any,
-    feed: Feed,
-    steps: int,
-    *,
-    label: str,
-    say: Session,
-    tokens_per_step: int,
-    images_per_step: int = 0,
-    log: Mapping[str, Any] | None = None,
-    evaluate: Callable[[Any], float] | None = None,
-    eval_every: int = 0,
-    save: Callable[[int, Any], None] | None = None,
-    save_every: int = 0,
-) -> Run:
-    """Train from `state` and the position of `feed` until `steps` steps are done.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A training loop.
 
-    Args:
+    Attributes:
         step: `step(state, batch)` returns the new state and metrics with a `loss`.
+        feed: the batches, from its position on.
+        steps: how many are done at the end, with those before.
         label: what progress calls the run.
         say: the session, which says what takes long.
         tokens_per_step, images_per_step: of the global batch, one of them 0.
@@ -100,68 +88,90 @@ def run(
         save: writes a checkpoint of `(steps done, state)`; called every `save_every` steps, and at
             the end, however that comes.
     """
-    import jax
 
-    from ..runtime import Step
+    step: Callable[..., Any]
+    feed: Feed
+    steps: int
+    label: str
+    say: Session
+    tokens_per_step: int
+    images_per_step: int = 0
+    log: Mapping[str, Any] | None = None
+    evaluate: Callable[[Any], float] | None = None
+    eval_every: int = 0
+    save: Callable[[int, Any], None] | None = None
+    save_every: int = 0
 
-    first = feed.step
-    local_part = step.local_part if isinstance(step, Step) and jax.process_count() > 1 else None
-    waiting: deque[Any] = deque()
-    examples = "images" if images_per_step else "tokens"
-    with training_progress(label, steps, say, examples) as show, ending_between_steps() as ending:
+    def run(self, state: Any) -> Run:
+        """Train from `state` until all steps are done."""
+        import jax
 
-        def report(row: Mapping[str, Any]) -> None:
-            if "loss" in row:
-                show(row["step"], row["loss"], row.get(f"{examples}_per_s", 0.0))
+        from ..runtime import Step
 
-        record = MetricsLog(
-            tokens_per_step=tokens_per_step,
-            images_per_step=images_per_step,
-            **{"every": 1, "done": first, **(log or {})},
-            report=report,
-        )
-        try:
-            while feed.step < steps:
-                number = feed.step + 1
-                with record.timed("data"):
-                    batch = next(feed)
-                    if local_part is not None:
-                        batch = local_part(batch)
-                if number == first + 1:
-                    show(0, 0.0, 0.0)
-                    with record.timed("compilation"):
+        step, feed, steps = self.step, self.feed, self.steps
+        first = feed.step
+        local_part = step.local_part if isinstance(step, Step) and jax.process_count() > 1 else None
+        waiting: deque[Any] = deque()
+        examples = "images" if self.images_per_step else "tokens"
+        with (
+            training_progress(self.label, steps, self.say, examples) as show,
+            ending_between_steps() as ending,
+        ):
+
+            def report(row: Mapping[str, Any]) -> None:
+                if "loss" in row:
+                    show(row["step"], row["loss"], row.get(f"{examples}_per_s", 0.0))
+
+            record = MetricsLog(
+                tokens_per_step=self.tokens_per_step,
+                images_per_step=self.images_per_step,
+                **{"every": 1, "done": first, **(self.log or {})},
+                report=report,
+            )
+            try:
+                while feed.step < steps:
+                    number = feed.step + 1
+                    with record.timed("data"):
+                        batch = next(feed)
+                        if local_part is not None:
+                            batch = local_part(batch)
+                    if number == first + 1:
+                        show(0, 0.0, 0.0)
+                        with record.timed("compilation"):
+                            state, metrics = step(state, batch)
+                            jax.block_until_ready(metrics)
+                            if isinstance(step, Step):
+                                record.note(compiled_memory_bytes=step.stats().peak_bytes)
+                    else:
                         state, metrics = step(state, batch)
+                    waiting.append(metrics)
+                    if len(waiting) > _AHEAD:
+                        jax.block_until_ready(waiting.popleft())
+                    record.add(number, metrics)
+                    if self.evaluate is not None and (
+                        number % self.eval_every == 0 or number == steps
+                    ):
                         jax.block_until_ready(metrics)
-                        if isinstance(step, Step):
-                            record.note(compiled_memory_bytes=step.stats().peak_bytes)
-                else:
-                    state, metrics = step(state, batch)
-                waiting.append(metrics)
-                if len(waiting) > _AHEAD:
-                    jax.block_until_ready(waiting.popleft())
-                record.add(number, metrics)
-                if evaluate is not None and (number % eval_every == 0 or number == steps):
-                    jax.block_until_ready(metrics)
-                    with record.timed("evaluation"):
-                        loss = evaluate(state)
-                    record.validated(number, loss)
-                ends = number == steps or ending.asked(number)
-                if save is not None and (number % save_every == 0 or ends):
-                    jax.block_until_ready(metrics)
-                    with record.timed("checkpoint"):
-                        save(number, state)
-                if ends:
-                    break
-        except KeyboardInterrupt:
-            # Within a step, whose state may be gone.
-            ending.reason = "Ctrl-C"
-        record.close(feed.step)
-    done = first + len(record.losses)
-    return Run(
-        losses=record.losses,
-        rows=record.rows,
-        done=done,
-        tokens_per_step=tokens_per_step,
-        images_per_step=images_per_step,
-        ended_by=ending.reason if done < steps else "",
-    )
+                        with record.timed("evaluation"):
+                            loss = self.evaluate(state)
+                        record.validated(number, loss)
+                    ends = number == steps or ending.asked(number)
+                    if self.save is not None and (number % self.save_every == 0 or ends):
+                        jax.block_until_ready(metrics)
+                        with record.timed("checkpoint"):
+                            self.save(number, state)
+                    if ends:
+                        break
+            except KeyboardInterrupt:
+                # Within a step, whose state may be gone.
+                ending.reason = "Ctrl-C"
+            record.close(feed.step)
+        done = first + len(record.losses)
+        return Run(
+            losses=record.losses,
+            rows=record.rows,
+            done=done,
+            tokens_per_step=self.tokens_per_step,
+            images_per_step=self.images_per_step,
+            ended_by=ending.reason if done < steps else "",
+        )

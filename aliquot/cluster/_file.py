@@ -300,23 +300,19 @@ def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
     Raises:
         ClusterError: Everything that is wrong with it.
     """
-    data = _read_toml(text, asked)
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"it is not TOML ({error})", asked=asked) from error
+    except (RecursionError, ValueError) as error:
+        # Raised for lists nested without end, and numbers of thousands of digits.
+        raise ClusterError("it is TOML that no description needs", asked=asked) from error
     # A file without this table lacks what the table must hold.
     data.setdefault("cluster", {})
     problems = list(faults_of(data, _File, "", _read)) + _unlinked(data)
     if problems:
         raise ClusterError(problems, asked=asked)
     return _built(msgspec.convert(data, _File, dec_hook=_read), asked)
-
-
-def _read_toml(text: str, asked: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ClusterError(f"it is not TOML ({error})", asked=asked) from error
-    except (RecursionError, ValueError) as error:
-        # Raised for lists nested without end, and numbers of thousands of digits.
-        raise ClusterError("it is TOML that no description needs", asked=asked) from error
 
 
 def _unlinked(data: Mapping[str, Any]) -> list[str]:

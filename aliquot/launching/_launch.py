@@ -94,7 +94,13 @@ def launch(
         LaunchError: a process has failed, and no restarts are left.
         InputError: what was asked for cannot be started; names everything that is wrong.
     """
-    words = _words(command)
+    if isinstance(command, str) or not command:
+        raise InputError(
+            f"the command to launch must be a list of words, got {command!r}. Write for example"
+            " aliquot launch local:2 -- python my_script.py, or launch(['my_script.py'],"
+            " 'local:2')."
+        )
+    words = tuple(str(word) for word in command)
     if max_restarts < 0:
         raise InputError(f"--max-restarts must not be negative, got {max_restarts}.")
     chosen = make_engine(
@@ -166,16 +172,6 @@ def _run(
             advice = f"It has been started {attempt} times (--max-restarts {max_restarts})."
         advice = advice or f"To start again from {kept}: --max-restarts 3."
         raise LaunchError(f"{failure}\n  {advice}", failure.ending.exit_code)
-
-
-def _words(command: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(command, str) or not command:
-        raise InputError(
-            f"the command to launch must be a list of words, got {command!r}. Write for example"
-            " aliquot launch local:2 -- python my_script.py, or launch(['my_script.py'],"
-            " 'local:2')."
-        )
-    return tuple(str(word) for word in command)
 
 
 @contextlib.contextmanager

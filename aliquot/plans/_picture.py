@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from html import escape
 
 from ._answer import device_noun
-from ._axis_roles import AxisRole, roles_of_axes
+from ._axis_roles import roles_of_axes
 from ._plan import Plan, StagePlan
 from ._stage_text import device_range
 
@@ -41,7 +41,11 @@ def mesh_picture(plan: Plan, stage: StagePlan | None = None) -> str:
     rows = max((stop - first) // columns, 1)
     shown = min(columns, _MOST_COLUMNS), min(rows, _MOST_ROWS)
     cell = _CELL if shown[0] <= _FEW else _SMALL_CELL
-    labels = [_label(role, role is roles[-1]) for role in roles] or [f"one {device_noun(plan)}"]
+    labels = [] if roles else [f"one {device_noun(plan)}"]
+    for role in roles:
+        arrow = "→" if role is roles[-1] else "↓"
+        label = f"{arrow} {role.name} ({role.size}{role.where}): {role.kind}"
+        labels.append(label if len(label) <= _MOST_LETTERS else f"{label[: _MOST_LETTERS - 1]}…")
     top = len(labels) * _LINE + (_LINE if roles else 4)
     wide, high = shown[0] * cell, shown[1] * (cell - 8)
     cut = (shown[0] < columns, shown[1] < rows)
@@ -65,11 +69,6 @@ def mesh_picture(plan: Plan, stage: StagePlan | None = None) -> str:
         f' style="width:{width}px;max-width:100%" role="img" aria-label="{escape(names)}">'
         f"<style>{_STYLE}</style>{''.join(drawn)}</svg>"
     )
-
-
-def _label(role: AxisRole, is_last: bool) -> str:
-    text = f"{'→' if is_last else '↓'} {role.name} ({role.size}{role.where}): {role.kind}"
-    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}…"
 
 
 def _cells(first: int, columns: int, shown: tuple[int, int], cell: int, top: int) -> Iterator[str]:

@@ -56,8 +56,11 @@ def violations(
         faults += _interface("input", plan.inputs, inputs)
     if outputs is not None:
         faults += _interface("output", plan.outputs, outputs)
-    if num_devices is not None:
-        faults += _device_count(plan, num_devices)
+    if num_devices is not None and num_devices not in _device_counts(plan):
+        faults.append(
+            f"the plan is for {counted(plan_devices(plan), 'device')} ({plan.cluster.get('name')}),"
+            f" and there are {num_devices}"
+        )
     if num_processes is not None:
         faults += process_violations(plan, num_processes)
     faults += _own_interface(plan)
@@ -91,20 +94,19 @@ def require_match(
         shown = faults
         if len(faults) > _LISTED:
             shown = [f"{'; '.join(faults[:_FIRST])}; and {len(faults) - _FIRST} more problems"]
-        raise PlanMismatchError(
-            shown, asked=asked, advice=_advice(plan, num_devices, num_processes)
-        )
-
-
-def _advice(plan: Plan, num_devices: int | None, num_processes: int | None) -> str:
-    if num_processes is not None and list(process_violations(plan, num_processes)):
-        return (
-            "Start one process on each host of the plan's cluster, or make a plan for these"
-            " processes."
-        )
-    if num_devices is not None and num_devices not in _device_counts(plan):
-        return "Run it on the devices it was made for, or make a plan for these (--cluster detect)."
-    return "Make a plan for this step, or run the step that the plan was made for."
+        if num_processes is not None and list(process_violations(plan, num_processes)):
+            advice = (
+                "Start one process on each host of the plan's cluster, or make a plan for these"
+                " processes."
+            )
+        elif num_devices is not None and num_devices not in _device_counts(plan):
+            advice = (
+                "Run it on the devices it was made for, or make a plan for these (--cluster"
+                " detect)."
+            )
+        else:
+            advice = "Make a plan for this step, or run the step that the plan was made for."
+        raise PlanMismatchError(shown, asked=asked, advice=advice)
 
 
 def _device_counts(plan: Plan) -> tuple[int, ...]:
@@ -135,14 +137,6 @@ def _interface(
 
 def _form(array: ArrayInterface) -> str:
     return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
-
-
-def _device_count(plan: Plan, num_devices: int) -> Iterator[str]:
-    if num_devices not in _device_counts(plan):
-        yield (
-            f"the plan is for {counted(plan_devices(plan), 'device')} ({plan.cluster.get('name')}),"
-            f" and there are {num_devices}"
-        )
 
 
 def _own_interface(plan: Plan) -> Iterator[str]:

@@ -46,7 +46,21 @@ def describe_profiles(database: ProfileDatabase, cluster: Cluster | None = None)
             outliers.append(
                 _outlier(key, measurement, f"its runs spread by {measurement.spread:.0%}")
             )
-    kinds = [_kind(*which, some) for which, some in sorted(by_kind.items())]
+    kinds = []
+    for (kind, devices, grade), some in sorted(by_kind.items()):
+        seconds = [m.seconds for m in some if m.seconds is not None]
+        spreads = [m.spread for m in some if m.seconds is not None]
+        described: dict[str, Any] = {
+            "kind": kind,
+            "devices": devices,
+            "grade": grade,
+            "measured": len(seconds),
+            "failed": len(some) - len(seconds),
+            "least_s": min(seconds, default=None),
+            "most_s": max(seconds, default=None),
+            "spread": float(np.median(spreads)) if spreads else None,
+        }
+        kinds.append(described)
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in outliers + _unlike_neighbours(database):
         which = row["program"], row["devices"]
@@ -65,21 +79,6 @@ def describe_profiles(database: ProfileDatabase, cluster: Cluster | None = None)
 
 def _devices(key: ProgramKey) -> str:
     return f"{key.devices}, JAX {key.jax_version}"
-
-
-def _kind(kind: str, devices: str, grade: str, some: list[Measurement]) -> dict[str, Any]:
-    seconds = [m.seconds for m in some if m.seconds is not None]
-    spreads = [m.spread for m in some if m.seconds is not None]
-    return {
-        "kind": kind,
-        "devices": devices,
-        "grade": grade,
-        "measured": len(seconds),
-        "failed": len(some) - len(seconds),
-        "least_s": min(seconds, default=None),
-        "most_s": max(seconds, default=None),
-        "spread": float(np.median(spreads)) if spreads else None,
-    }
 
 
 def _outlier(key: ProgramKey, measurement: Measurement, reason: str) -> dict[str, Any]:

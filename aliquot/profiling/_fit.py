@@ -329,9 +329,11 @@ def to_toml(fit: Fit) -> str:
     for name in CALIBRATED:
         if name in fit.figures:
             row = fit.figures[name]
+            value = row["value"]
+            figure = float(f"{value:.4g}") if math.isfinite(value) else value
             lines += [
                 f"# {row['source']}; {row['before']:.4g} before",
-                f"{name} = {_significant(row['value'])!r}",
+                f"{name} = {figure!r}",
             ]
     return "\n".join(lines) + "\n"
 
@@ -339,7 +341,3 @@ def to_toml(fit: Fit) -> str:
 def _text(value: str) -> str:
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
-
-
-def _significant(value: float) -> float:
-    return float(f"{value:.4g}") if math.isfinite(value) else value

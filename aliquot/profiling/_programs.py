@@ -17,7 +17,7 @@ import jax
 from ..cluster import num_hosts
 from ..core import num_cores
 from ..cost import Problem
-from ..graph import Graph, Input, graph_fingerprint
+from ..graph import Graph, graph_fingerprint
 from ..runtime import build_program, compiled_stats, make_mesh
 from ..sharding import Choice, make_pins
 from ._database import Measurement, ProgramKey, mesh_text
@@ -97,7 +97,11 @@ def compile_part(
     graph = problem.graph
     pins = make_pins(graph, problem.nodes, choices, mesh_shape, problem.target)
     program = build_program(graph, pins, make_mesh(mesh_shape, axis_names, None))
-    successors = {position: _successor(graph.inputs[position]) for position in program.donated}
+    successors: dict[int, int] = {}
+    for position in program.donated:
+        successor = graph.inputs[position].output
+        assert successor is not None
+        successors[position] = successor
     values = [graph.values[item.value] for item in graph.inputs]
     return compile_program(
         program.jitted,
@@ -191,11 +195,6 @@ def _batched(parts: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
     iterator = iter(parts)
     while batch := tuple(itertools.islice(iterator, size)):
         yield batch
-
-
-def _successor(item: Input) -> int:
-    assert item.output is not None
-    return item.output
 
 
 def is_out_of_memory(error: Exception) -> bool:

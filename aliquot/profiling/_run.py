@@ -127,11 +127,17 @@ def _median(values: Sequence[float], otherwise: float) -> float:
 class _Job:
     """A program to measure. Programs of one group do the same work, and the slow ones among them
     are not repeated (`Timing.early_stop`).
+
+    Attributes:
+        evicts: as in `time_part`.
+        grade: stored with its measurement.
     """
 
     group: int
     key: ProgramKey
     compile: Callable[[], CompiledPart]
+    evicts: bool = False
+    grade: str = MEASURED
 
 
 def _jobs(step: SegmentedStep, combinations: Sequence[Sequence[Combination]]) -> list[_Job]:
@@ -225,6 +231,8 @@ def profile_operators(
             group=number,
             key=operator_key(operator, shape),
             compile=functools.partial(compile_operator, operator, shape),
+            evicts=True,
+            grade=grade,
         )
         for number, (operator, shape) in enumerate(operators)
     ]
@@ -233,8 +241,6 @@ def profile_operators(
         database,
         share=share,
         timing=timing or Timing(),
-        evicts=True,
-        grade=grade,
         budget_s=budget_s,
         progress=progress,
     )
@@ -248,8 +254,6 @@ def _run_jobs(
     timing: Timing,
     budget_s: float,
     progress: Progress | None,
-    evicts: bool = False,
-    grade: str = MEASURED,
 ) -> ProfileRun:
     start, (number, of) = time.perf_counter(), share
     # Every n-th program, not a block of them, so that all hosts begin with the most promising.
@@ -278,7 +282,8 @@ def _run_jobs(
 
     def time_one(part: CompiledPart) -> Measurement:
         say_if_lost(part.label)
-        return time_part(part, timing, best_s=best_s[missing[measured].group], evicts=evicts)
+        job = missing[measured]
+        return time_part(part, timing, best_s=best_s[job.group], evicts=job.evicts)
 
     report("measuring programs", known, len(jobs))
     for measurement in measure_in_turn(to_compile(), time_one):
@@ -286,7 +291,7 @@ def _run_jobs(
         # Stored at once, so that a run that is killed loses nothing that it has measured.
         with raised_in_all():
             if database is not None and leads():
-                database.put(job.key, replace(measurement, grade=grade))
+                database.put(job.key, replace(measurement, grade=job.grade))
         note(job, measurement.seconds)
         measured += 1
         if measurement.has_failed:

@@ -290,7 +290,10 @@ def segment_step(
     block_of_op = blocks_of_operators(problem.nodes, [b.block for b in blocks])
     kinds = []
     for number, (place, wanted) in enumerate(zip(places, of_step, strict=True)):
-        part = _problem(extracts[place].graph, problem)
+        extracted = make_problem(
+            extracts[place].graph, problem.cluster, on_missing_rule=problem.nodes.on_missing_rule
+        )
+        part = replace(extracted, memory_limit_bytes=problem.memory_limit_bytes)
         part_space = _space(part, mesh)
         found = block_options(part, part_space, factors=factors)
         meant = {}
@@ -434,8 +437,3 @@ def _layered(graph: Graph, layers: Layers) -> LayeredStep:
         num_micro_batches=1,
         combine={},
     )
-
-
-def _problem(graph: Graph, whole: Problem) -> Problem:
-    part = make_problem(graph, whole.cluster, on_missing_rule=whole.nodes.on_missing_rule)
-    return replace(part, memory_limit_bytes=whole.memory_limit_bytes)

@@ -147,11 +147,14 @@ def _rows(changes: Sequence[Change], name: Callable[[str], str] = str) -> list[t
     """
     merged: dict[tuple[str, str, str, str], list[str]] = {}
     for change in changes:
+        before, after, relative = change.before, change.after, ""
+        if isinstance(before, int | float) and isinstance(after, int | float) and before:
+            relative = f"{after / before - 1:+.1%}"
         key = (
             _STAGE.sub("stage * ", _INDEX.sub("*", change.subject)),
-            _shown(change.subject, change.before),
-            _shown(change.subject, change.after),
-            _relative(change),
+            _shown(change.subject, before),
+            _shown(change.subject, after),
+            relative,
         )
         merged.setdefault(key, []).append(change.subject)
     return [
@@ -200,12 +203,3 @@ def _shown(subject: str, value: str | int | float | None) -> str:
             return f"{value:.1%}"
         return f"{value:g}"
     return str(value)
-
-
-def _relative(change: Change) -> str:
-    if (
-        not (isinstance(change.before, int | float) and isinstance(change.after, int | float))
-        or not change.before
-    ):
-        return ""
-    return f"{change.after / change.before - 1:+.1%}"

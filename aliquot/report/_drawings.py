@@ -96,8 +96,7 @@ def areas(
     places: Sequence[float],
     series: Mapping[str, Sequence[float]],
     *,
-    limit: float,
-    limit_text: str,
+    limit: tuple[float, str],
     format_value: Callable[[float], str],
     marks: Iterable[tuple[float, str]],
     label: str,
@@ -111,7 +110,7 @@ def areas(
         places: places of the values on the axis, ascending; the axis runs from the first to the
             last.
         series: the values at the places, by name; the first series is at the bottom.
-        limit, limit_text: height of the horizontal line, and the text on it.
+        limit: height of the horizontal line, and the text on it.
         format_value: makes the text of a value at the vertical axis.
         marks: places on the axis, each with a text.
         label: what the picture shows, for screen readers.
@@ -119,9 +118,9 @@ def areas(
             straight line.
     """
     totals = [sum(values) for values in zip(*series.values(), strict=True)]
-    most = max(totals)
-    is_near = limit <= _FARTHEST_LIMIT * most
-    top = 1.06 * max(limit, most) if is_near else 1.15 * most
+    most, (height_of_limit, limit_text) = max(totals), limit
+    is_near = height_of_limit <= _FARTHEST_LIMIT * most
+    top = 1.06 * max(height_of_limit, most) if is_near else 1.15 * most
     first, extent = places[0], (places[-1] - places[0]) or 1.0
 
     def at(place: float, value: float) -> str:
@@ -148,7 +147,7 @@ def areas(
         drawn.append(
             f'<text x="{x}" y="{height + 20}" text-anchor="{anchor}">{escape(text)}</text>'
         )
-    (left, y), right = at(places[0], limit).split(","), _WIDTH - _RIGHT
+    (left, y), right = at(places[0], height_of_limit).split(","), _WIDTH - _RIGHT
     if is_near:
         drawn.append(f'<line x1="{left}" y1="{y}" x2="{right}" y2="{y}" class="limit"/>')
         drawn.append(

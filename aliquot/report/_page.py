@@ -194,11 +194,11 @@ def _memory_over_time(plan: Plan) -> Iterator[tuple[str, str]]:
     series = memory_series(plan)
     if series is None:
         return
+    limit_bytes = plan.prediction.memory_limit_bytes
     drawn = areas(
         series.places,
         series.parts,
-        limit=plan.prediction.memory_limit_bytes,
-        limit_text=f"limit {format_bytes(plan.prediction.memory_limit_bytes)}",
+        limit=(limit_bytes, f"limit {format_bytes(limit_bytes)}"),
         format_value=format_bytes,
         marks=series.marks,
         label="memory over the course of a step, by part",

@@ -84,15 +84,13 @@ def _drawn(events: Sequence[TraceEvent], since_s: float, columns: int, column_s:
     for event in events:
         first = max(0, round((event.start_s - since_s) / column_s))
         last = min(columns, round((event.end_s - since_s) / column_s))
+        if event.kind == TaskKind.FORWARD:
+            sign = _DIGITS[event.micro_batch % 10]
+        elif event.kind == TaskKind.BACKWARD_WEIGHT:
+            sign = _WEIGHTS
+        else:
+            sign = _LETTERS[event.micro_batch % 10] if event.micro_batch >= 0 else _UPDATE
         # Negative ends, of tasks before what is drawn, would count from its end.
         if first < last:
-            line[first:last] = [_sign(event)] * (last - first)
+            line[first:last] = [sign] * (last - first)
     return "".join(line)
-
-
-def _sign(event: TraceEvent) -> str:
-    if event.kind == TaskKind.FORWARD:
-        return _DIGITS[event.micro_batch % 10]
-    if event.kind == TaskKind.BACKWARD_WEIGHT:
-        return _WEIGHTS
-    return _LETTERS[event.micro_batch % 10] if event.micro_batch >= 0 else _UPDATE

@@ -151,7 +151,12 @@ def _memory_rows(
     left = sorted(rest.items(), key=lambda item: -item[1])
     left.append(("together", sum(rest.values())))
     left.append(("(arguments)", predicted["arguments"]))
-    right = _held_rows(compiled) if "residuals" in compiled else _buffer_rows(compiled)
+    if "residuals" in compiled:
+        # Contents of a pipeline stage's memory at its fullest moment.
+        held = [(words, compiled[kind]) for kind, words in _HELD.items() if compiled[kind]]
+        right = [*sorted(held, key=lambda row: -row[1]), ("together", compiled["peak"])]
+    else:
+        right = _buffer_rows(compiled)
     count = max(len(left), len(right))
     shown = []
     for side in (left, right):
@@ -183,9 +188,3 @@ _HELD = {
     "results": "results of the running program",
     "temporaries": "temporaries of the running program",
 }
-
-
-def _held_rows(compiled: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Contents of a pipeline stage's memory at its fullest moment."""
-    rows = [(words, compiled[kind]) for kind, words in _HELD.items() if compiled[kind]]
-    return [*sorted(rows, key=lambda row: -row[1]), ("together", compiled["peak"])]

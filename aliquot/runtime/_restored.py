@@ -57,13 +57,6 @@ def target_of(leaf: Any) -> Target:
     return Target(described=described, places=() if sharding is None else (Rows(sharding),))
 
 
-def _as_saved(saved: SavedArray, wanted: SavedArray) -> SavedArray:
-    """What is wanted, in the dtype in which it was saved where both are floats."""
-    if all(jnp.issubdtype(jnp.dtype(each.dtype), jnp.floating) for each in (saved, wanted)):
-        return msgspec.structs.replace(wanted, dtype=saved.dtype)
-    return wanted
-
-
 def shared(
     record: Record, names: Sequence[str], leaves: Sequence[Any], folder: Path
 ) -> tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]:
@@ -88,7 +81,13 @@ def shared(
                 "Name a checkpoint of the same model, or pass the tree by the checkpoint's names.",
             )
         )
-    mine = [_as_saved(theirs[name], saved_array(name, leaves[k])) for name, k in both.items()]
+    mine = []
+    for name, k in both.items():
+        saved, wanted = theirs[name], saved_array(name, leaves[k])
+        # Floats are wanted in the dtype in which they were saved.
+        if all(jnp.issubdtype(jnp.dtype(each.dtype), jnp.floating) for each in (saved, wanted)):
+            wanted = msgspec.structs.replace(wanted, dtype=saved.dtype)
+        mine.append(wanted)
     differing = differences([theirs[name] for name in both], mine)
     if differing:
         raise InputError(

@@ -150,6 +150,13 @@ def predicted_blocks(case: CfpCase, cluster: Cluster) -> dict[str, Any]:
     )
     whole = [(c, s) for c in composed if (s := step.whole(c.options)) is not None]
     best, solution = min(whole, key=lambda pair: pair[1].step_time_s) if whole else (None, None)
+    data_parallel_s: float | None = None
+    try:
+        parallel = DataParallel().solve(step.problem)
+        data_parallel_s = evaluate(parallel.priced, parallel.picks).total_s
+    except InfeasibleError:
+        # It does not fit, and has no step time.
+        pass
     return {
         "case": dataclasses.asdict(case),
         "num_programs": step.num_programs,
@@ -158,18 +165,9 @@ def predicted_blocks(case: CfpCase, cluster: Cluster) -> dict[str, Any]:
         "memory_bytes": solution.peak_bytes if solution else None,
         "flops": flops,
         "flops_per_s": flops / solution.step_time_s if solution else None,
-        "data_parallel_s": _data_parallel_s(step),
+        "data_parallel_s": data_parallel_s,
         "alpa_s": _alpas_s(step),
     }
-
-
-def _data_parallel_s(step: SegmentedStep) -> float | None:
-    """Step time of `DataParallel`; None if it does not fit."""
-    try:
-        decision = DataParallel().solve(step.problem)
-    except InfeasibleError:
-        return None
-    return evaluate(decision.priced, decision.picks).total_s
 
 
 def _alpas_s(step: SegmentedStep) -> float | None:

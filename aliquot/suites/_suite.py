@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
@@ -235,7 +235,9 @@ def _read(name: str, suite: _Suite, faults: list[str]) -> Suite:
             for key in _Fields.__struct_fields__
         }
         where = f"`suite.{name}.cases`, row {row}"
-        for values in _combinations(said):
+        lists = [key for key, value in said.items() if isinstance(value, tuple) and key != "stages"]
+        for chosen in itertools.product(*(said[key] for key in lists)):
+            values = {**said, **dict(zip(lists, chosen, strict=True))}
             case, wrong = _case(name, len(cases) + 1, values)
             faults += [f"{where}: {fault}" for fault in wrong if f"{where}: {fault}" not in faults]
             if case is not None:
@@ -246,12 +248,6 @@ def _read(name: str, suite: _Suite, faults: list[str]) -> Suite:
     if not suite.cases:
         faults.append(f"`suite.{name}`: it has no cases")
     return Suite(name=name, about=suite.about, cases=tuple(cases))
-
-
-def _combinations(said: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    lists = [key for key, value in said.items() if isinstance(value, tuple) and key != "stages"]
-    for chosen in itertools.product(*(said[key] for key in lists)):
-        yield {**said, **dict(zip(lists, chosen, strict=True))}
 
 
 def _case(suite: str, number: int, said: Mapping[str, Any]) -> tuple[Case | None, list[str]]:

@@ -130,7 +130,13 @@ def make_suite_rows(
             f"no case of {request.suite.name} is for these devices. Add --every-size for those on"
             " parts of them, or name a larger cluster."
         )
-    _deliver(request, rows, results)
+    title = f"{request.suite.name}, {request.what}"
+    points, series = throughput_series(rows)
+    if series and len(points) > 1:
+        results.lines("rows", title, "devices", "1e12 operations per second", points, series)
+    shown = [HEADINGS[name] for name in shown_columns(rows) if name not in _LEFT_OUT]
+    results.table("rows", title, as_cells(rows), request.suite.about, shown=shown, tabs=True)
+    results.write_page()
     return {
         "suite": request.suite.name,
         "mode": request.what,
@@ -169,13 +175,3 @@ def _line(row: Row) -> str:
     shown = f", {format_seconds(seconds)}" if seconds else ""
     reason = f": {shortened(row.reason, 300)}" if row.reason else ""
     return f"{row.case}, {row.plan_of}: {row.outcome}{shown}{reason}"
-
-
-def _deliver(request: Request, rows: Sequence[Row], results: Results) -> None:
-    title = f"{request.suite.name}, {request.what}"
-    points, series = throughput_series(rows)
-    if series and len(points) > 1:
-        results.lines("rows", title, "devices", "1e12 operations per second", points, series)
-    shown = [HEADINGS[name] for name in shown_columns(rows) if name not in _LEFT_OUT]
-    results.table("rows", title, as_cells(rows), request.suite.about, shown=shown, tabs=True)
-    results.write_page()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,13 @@ def apply(plan: Plan, module: torch.nn.Module, mesh: DeviceMesh | None = None) -
             asked=f"the plan cannot be applied to {type(module).__name__}",
             advice="Plan this module with aliquot.torch.plan for as many devices as processes.",
         )
-    batch_axes = _batch_axes(plan)
+    # The axes that split the rows of any array of the batch.
+    rows = [
+        stage.shardings[item.path][0]
+        for item in plan.inputs
+        if item.path.startswith("batch") and item.shape
+    ]
+    batch_axes = tuple(axis for axis in stage.axis_names if axis in itertools.chain(*rows))
     tensor_axes = [a for a in stage.axis_names if a not in batch_axes]
     shard_axes, keeps_gathered = _shard_axes(stage.shardings, named, specs, batch_axes)
     made = _mesh(stage, batch_axes, shard_axes, tensor_axes, mesh, next(iter(named.values())))
@@ -122,17 +128,6 @@ def _spec(
 def _dim_over(spec: Sequence[Sequence[str]] | None, some: Collection[str]) -> int | None:
     """The first dim that is split over some axes."""
     return next((d for d, axes in enumerate(spec or ()) if not {*some}.isdisjoint(axes)), None)
-
-
-def _batch_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes that split the rows of any array of the batch."""
-    (stage,) = plan.stages
-    rows = [
-        stage.shardings[item.path][0]
-        for item in plan.inputs
-        if item.path.startswith("batch") and item.shape
-    ]
-    return tuple(axis for axis in stage.axis_names if axis in itertools.chain(*rows))
 
 
 def _shard_axes(
@@ -245,14 +240,6 @@ def _in_pieces(owner: torch.nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
     return forward
 
 
-def _units(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Modules whose parameters are gathered together: the items of lists of modules that run."""
-    containers = torch.nn.ModuleList, torch.nn.ModuleDict
-    for child in module.modules():
-        if isinstance(child, torch.nn.ModuleList):
-            yield from (item for item in child if not isinstance(item, containers))
-
-
 def _fully_shard(
     plan: Plan, module: torch.nn.Module, mesh: DeviceMesh, dims: Mapping[str, int], *, reshard: bool
 ) -> None:
@@ -267,7 +254,13 @@ def _fully_shard(
     named = plan.model.settings.get("compute_dtype")
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, named) if named else None)
     both = mesh["replicate", "shard"]
-    for unit in (*reversed(list(_units(module))), module):
+    # Parameters of these are gathered together: the items of lists of modules that run.
+    units: list[torch.nn.Module] = []
+    containers = torch.nn.ModuleList, torch.nn.ModuleDict
+    for child in module.modules():
+        if isinstance(child, torch.nn.ModuleList):
+            units += [item for item in child if not isinstance(item, containers)]
+    for unit in (*reversed(units), module):
         if any(True for _ in unit.parameters()):
             fully_shard(
                 unit,

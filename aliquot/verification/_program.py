@@ -96,10 +96,13 @@ def portable_program(step: PlannedStep, platform: str) -> PortableProgram:
         axis_types=(AxisType.Auto,) * len(stage.mesh_shape),
     )
     program = build_plan_program(step, mesh)
-    structs = [
-        _struct(leaf, sharding)
-        for leaf, sharding in zip(graph.calling.call.leaves, program.in_shardings, strict=True)
-    ]
+    structs = []
+    make: Any = jax.ShapeDtypeStruct
+    for leaf, sharding in zip(graph.calling.call.leaves, program.in_shardings, strict=True):
+        dtype = leaf.dtype
+        if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        structs.append(make(tuple(leaf.shape), dtype, sharding=sharding))
     return PortableProgram(
         module=bytes(_exported(program.jitted, structs, platform).serialize()),
         platform=platform,
@@ -162,14 +165,6 @@ def _exported(jitted: Any, structs: Sequence[Any], platform: str) -> Any:
             return written(_OWN_CUSTOM_CALLS | names)
     finally:
         jax.config.update(_FOR_OTHERS, promised)
-
-
-def _struct(leaf: Any, sharding: NamedSharding) -> Any:
-    make: Any = jax.ShapeDtypeStruct
-    dtype = leaf.dtype
-    if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return make(tuple(leaf.shape), dtype, sharding=sharding)
 
 
 def _dims(sharding: NamedSharding) -> Dims:

@@ -123,7 +123,9 @@ class _Causes:
                 place = self._place(int(frame.group(1))) if frame else ""
                 more = f", and {operands - 1} more" if operands > 1 and current is not line else ""
                 if place:
-                    return f"{name}{_phase(named.group(1) if named else '')} at {place}{more}"
+                    is_backward = named is not None and "transpose(" in named.group(1)
+                    phase = " in the backward pass" if is_backward else ""
+                    return f"{name}{phase} at {place}{more}"
                 vague = vague or name
             made_by = (self.lines.get(each) for each in self._operands(current))
             waiting += [each for each in made_by if each is not None and each not in waiting]
@@ -158,10 +160,6 @@ def _operator(op_name: str) -> str:
     """
     parts = [part for part in re.split(r"[():]", op_name.rsplit("/", 1)[-1]) if part]
     return parts[0] if parts else ""
-
-
-def _phase(op_name: str) -> str:
-    return " in the backward pass" if "transpose(" in op_name else ""
 
 
 def _texts(rows: Sequence[str]) -> dict[int, str]:

@@ -32,27 +32,23 @@ _REPORT = "*.after_optimizations-memory-usage-report.txt"
 def main(folders: Iterable[Path]) -> None:
     """Compile what each folder asks for. If the compiler refuses, its words are the result."""
     for folder in folders:
-        _compile(folder)
-
-
-def _compile(folder: Path) -> None:
-    request = json.loads((folder / "request.json").read_text())
-    reports = folder.parent / "reports"
-    if request["platform"] == "tpu":
-        # The compiler writes down the memory that it assigns if this flag is set when it is
-        # loaded; a folder that the user has set is kept.
-        flags = os.environ.get("XLA_FLAGS", "")
-        if "--xla_dump_to" not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={reports}".strip()
-    try:
-        answer = _answer(request, (folder / "module.bin").read_bytes())
-        _correct_temporaries(answer["memory"], reports)
-    except Exception as error:
-        answer = {"error": type(error).__name__, "message": str(error)}
-    # The parent polls for the file, and a rename shows it all or nothing.
-    partial = folder / "result.partial"
-    partial.write_text(json.dumps(answer))
-    partial.rename(folder / "result.json")
+        request = json.loads((folder / "request.json").read_text())
+        reports = folder.parent / "reports"
+        if request["platform"] == "tpu":
+            # The compiler writes down the memory that it assigns if this flag is set when it is
+            # loaded; a folder that the user has set is kept.
+            flags = os.environ.get("XLA_FLAGS", "")
+            if "--xla_dump_to" not in flags:
+                os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={reports}".strip()
+        try:
+            answer = _answer(request, (folder / "module.bin").read_bytes())
+            _correct_temporaries(answer["memory"], reports)
+        except Exception as error:
+            answer = {"error": type(error).__name__, "message": str(error)}
+        # The parent polls for the file, and a rename shows it all or nothing.
+        partial = folder / "result.partial"
+        partial.write_text(json.dumps(answer))
+        partial.rename(folder / "result.json")
 
 
 def _correct_temporaries(memory: dict[str, int], reports: Path) -> None:

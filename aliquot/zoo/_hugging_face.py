@@ -140,7 +140,10 @@ def from_config(
         why = other_architecture(str(kind).replace("_", "-"))
         fault = f"model_type={shortened(repr(kind), 60)} is not one of {', '.join(_KNOWN)}"
         raise InputError(listing(asked, [fault], why or OWN_CODE))
-    faults = [*faults_of(dict(data), _KNOWN[kind], ""), *_of_its_own(data)]
+    faults = list(faults_of(dict(data), _KNOWN[kind], ""))
+    for own in ("auto_map", "quantization_config"):
+        if data.get(own):
+            faults.append(f"{own}={shortened(repr(data[own]), 60)} stands for code of its own")
     if kind in _EXPERTS:
         for fields in (_EXPERTS[kind], ("num_experts_per_tok",)):
             if all(data.get(field) is None for field in fields):
@@ -187,13 +190,6 @@ def _name(data: Mapping[str, Any], where: str) -> str:
         said = path.resolve().parent.name if path.name == "config.json" else path.stem
     last = printable(said.rstrip("/").rpartition("/")[2], keep="").strip()
     return shortened(last, 60).lower() or str(data["model_type"])
-
-
-def _of_its_own(data: Mapping[str, Any]) -> Iterator[str]:
-    """Fields with which other code than the architecture's runs."""
-    for field in ("auto_map", "quantization_config"):
-        if data.get(field):
-            yield f"{field}={shortened(repr(data[field]), 60)} stands for code of its own"
 
 
 def _gpt(read: _Gpt2, name: str) -> ModelConfig:

@@ -51,6 +51,7 @@ _OTHERS = {
     "gemma": f"it has GeGLU and scaled embeddings. {OWN_CODE}",
     "phi": f"its queries, keys and values are one product. {OWN_CODE}",
 }
+_LLAMA_VOCAB = 32000
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _TYPES: dict[Any, type] = {kind.__name__: kind for kind in _KINDS}
@@ -89,10 +90,7 @@ def _llama(
     kv_heads: int,
     ffn: int,
     seq_len: int,
-    epsilon: float = 1e-5,
-    head_size: int = 0,
-    vocab_size: int = 32000,
-    rope_theta: float = 10000.0,
+    **others: Any,
 ) -> ModelConfig:
     return ModelConfig(
         name=name,
@@ -102,12 +100,9 @@ def _llama(
         num_heads=heads,
         num_kv_heads=kv_heads,
         ffn_size=ffn,
-        vocab_size=vocab_size,
         seq_len=seq_len,
         tied_embedding=False,
-        head_size=head_size,
-        norm_epsilon=epsilon,
-        rope_theta=rope_theta,
+        **{"vocab_size": _LLAMA_VOCAB, **others},
     )
 
 
@@ -138,7 +133,7 @@ def _qwen3(
         kv_heads=8,
         ffn=ffn,
         seq_len=4096,
-        epsilon=1e-6,
+        norm_epsilon=1e-6,
         head_size=128,
         vocab_size=151936,
         rope_theta=1e6,
@@ -169,8 +164,6 @@ def _mixtral(
     kv_heads: int,
     ffn: int,
     experts: int,
-    top: int,
-    vocab: int = 32000,
     **others: Any,
 ) -> MixtralConfig:
     return MixtralConfig(
@@ -180,11 +173,9 @@ def _mixtral(
         num_heads=heads,
         num_kv_heads=kv_heads,
         ffn_size=ffn,
-        vocab_size=vocab,
         seq_len=4096,
         num_experts=experts,
-        top_k=top,
-        **others,
+        **{"vocab_size": _LLAMA_VOCAB, **others},
     )
 
 
@@ -198,8 +189,8 @@ def _qwen3_moe(name: str, layers: int, hidden: int, heads: int, ffn: int) -> Mix
         kv_heads=4,
         ffn=ffn,
         experts=128,
-        top=8,
-        vocab=151936,
+        top_k=8,
+        vocab_size=151936,
         head_size=128,
         qk_norm=True,
         norm_epsilon=1e-6,
@@ -214,11 +205,7 @@ def _deepseek(
     *,
     ffn: int,
     experts: int,
-    top: int,
     shared: int,
-    num_dense: int,
-    dense_ffn: int,
-    vocab: int,
     **others: Any,
 ) -> MixtralConfig:
     """With latent attention; at the 4096 tokens of most of pre-training."""
@@ -230,11 +217,7 @@ def _deepseek(
         kv_heads=heads,
         ffn=ffn,
         experts=experts,
-        top=top,
-        vocab=vocab,
         shared_ffn_size=shared * ffn,
-        num_dense_layers=num_dense,
-        dense_ffn_size=dense_ffn,
         kv_rank=512,
         head_size=128,
         rope_head_size=64,
@@ -257,8 +240,8 @@ def _gpt_oss_like(name: str, layers: int, experts: int) -> MixtralConfig:
         kv_heads=8,
         ffn=2880,
         experts=experts,
-        top=4,
-        vocab=201088,
+        top_k=4,
+        vocab_size=201088,
         head_size=64,
         rope_theta=150000.0,
     )
@@ -324,9 +307,9 @@ _ALL: tuple[AbstractConfig, ...] = (
     _bert("bert-760m", 24, 1536, 16),
     _bert("bert-1.3b", 24, 2048, 32),
     _bert("bert-2.6b", 32, 2560, 32),
-    _llama("llama-7b", 32, 4096, 32, kv_heads=32, ffn=11008, seq_len=2048, epsilon=1e-6),
+    _llama("llama-7b", 32, 4096, 32, kv_heads=32, ffn=11008, seq_len=2048, norm_epsilon=1e-6),
     _llama("llama-11b", 32, 6656, 32, kv_heads=32, ffn=11008, seq_len=2048, head_size=128),
-    _llama("llama-13b", 40, 5120, 40, kv_heads=40, ffn=13824, seq_len=2048, epsilon=1e-6),
+    _llama("llama-13b", 40, 5120, 40, kv_heads=40, ffn=13824, seq_len=2048, norm_epsilon=1e-6),
     _llama("llama-2-7b", 32, 4096, 32, kv_heads=32, ffn=11008, seq_len=4096),
     _llama("llama-2-13b", 40, 5120, 40, kv_heads=40, ffn=13824, seq_len=4096),
     _llama("llama-70b", 80, 8192, 64, kv_heads=8, ffn=28672, seq_len=4096),
@@ -341,8 +324,8 @@ _ALL: tuple[AbstractConfig, ...] = (
     _qwen3("qwen3-32b", 64, 5120, 64, 25600),
     _qwen3_moe("qwen3-30b-a3b", 48, 2048, 32, 768),
     _qwen3_moe("qwen3-235b-a22b", 94, 4096, 64, 1536),
-    _mixtral("mixtral-8x7b", 32, 4096, 32, kv_heads=8, ffn=14336, experts=8, top=2),
-    _mixtral("mixtral-8x22b", 56, 6144, 48, kv_heads=8, ffn=16384, experts=8, top=2),
+    _mixtral("mixtral-8x7b", 32, 4096, 32, kv_heads=8, ffn=14336, experts=8, top_k=2),
+    _mixtral("mixtral-8x22b", 56, 6144, 48, kv_heads=8, ffn=16384, experts=8, top_k=2),
     _mixtral(
         "deepseek-moe-16b",
         28,
@@ -351,8 +334,8 @@ _ALL: tuple[AbstractConfig, ...] = (
         kv_heads=16,
         ffn=1408,
         experts=64,
-        top=6,
-        vocab=102400,
+        top_k=6,
+        vocab_size=102400,
         shared_ffn_size=2 * 1408,
         num_dense_layers=1,
         dense_ffn_size=10944,
@@ -367,11 +350,11 @@ _ALL: tuple[AbstractConfig, ...] = (
         16,
         ffn=1408,
         experts=64,
-        top=6,
+        top_k=6,
         shared=2,
-        num_dense=1,
-        dense_ffn=10944,
-        vocab=102400,
+        num_dense_layers=1,
+        dense_ffn_size=10944,
+        vocab_size=102400,
         normalized_weights=False,
     ),
     _deepseek(
@@ -381,11 +364,11 @@ _ALL: tuple[AbstractConfig, ...] = (
         128,
         ffn=2048,
         experts=256,
-        top=8,
+        top_k=8,
         shared=1,
-        num_dense=3,
-        dense_ffn=18432,
-        vocab=129280,
+        num_dense_layers=3,
+        dense_ffn_size=18432,
+        vocab_size=129280,
         query_rank=1536,
         gating="sigmoid",
         routed_scale=2.5,

@@ -91,8 +91,7 @@ def test_a_limit_far_above_is_written_down():
         return areas(
             (0.0, 1.0),
             {"parameters": (1.0, 2.0)},
-            limit=limit,
-            limit_text="limit",
+            limit=(limit, "limit"),
             format_value=str,
             marks=(),
             label="memory",

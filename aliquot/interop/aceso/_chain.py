@@ -81,7 +81,14 @@ def make_chain(description: Mapping[str, Any], sizes: Mapping[str, Any]) -> Oper
         InputError: the description is incomplete, or names a size that is not given.
     """
     names: list[str] = []
-    for group in _groups(description):
+    groups = description.get("groups")
+    if not isinstance(groups, list) or not all(
+        isinstance(g, dict) and g.get("operators") for g in groups
+    ):
+        raise InputError(
+            'A chain needs [[groups]], each with operators = ["...", ...] and perhaps repeat = 24.'
+        )
+    for group in groups:
         names += _expanded(group, sizes)
     usual = tuple(description.get("layout", ("tp", "dp", "1", "1")))
     layouts = description.get("layouts", {})
@@ -123,17 +130,6 @@ def measured_size(description: Mapping[str, Any], size: str) -> str:
     said.
     """
     return str(description.get("sizes", {}).get(size, {}).get("measured_as", size))
-
-
-def _groups(description: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    groups = description.get("groups")
-    if not isinstance(groups, list) or not all(
-        isinstance(g, dict) and g.get("operators") for g in groups
-    ):
-        raise InputError(
-            'A chain needs [[groups]], each with operators = ["...", ...] and perhaps repeat = 24.'
-        )
-    return groups
 
 
 def _expanded(group: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[str]:

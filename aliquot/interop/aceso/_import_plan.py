@@ -104,8 +104,15 @@ def _device_faults(
         )
     first_device = first = 0
     for k, stage in enumerate(configuration.stages):
-        if (where := _straddles(first_device, stage.num_devices, cluster)) is not None:
-            yield f"stage {k} on {where}"
+        each = cluster.devices_per_host
+        fits = (
+            (first_device % each == 0 and stage.num_devices % each == 0)
+            if stage.num_devices > each
+            else first_device % each + stage.num_devices <= each
+        )
+        if not fits:
+            last_device = first_device + stage.num_devices - 1
+            yield f"stage {k} on devices {first_device} to {last_device} straddles hosts of {each}"
         first_device += stage.num_devices
         if mesh_axes(stage.num_devices, stage.tensor) is None:
             shown = ", ".join(map(str, sorted(set(stage.tensor))))
@@ -125,14 +132,6 @@ def _device_faults(
                 f" {configuration.micro_batch} samples cannot be split over data degree {data}"
             )
         first += len(stage.tensor)
-
-
-def _straddles(first: int, count: int, cluster: Cluster) -> str | None:
-    each = cluster.devices_per_host
-    fits = (
-        (first % each == 0 and count % each == 0) if count > each else first % each + count <= each
-    )
-    return None if fits else f"devices {first} to {first + count - 1} straddles hosts of {each}"
 
 
 def plan_of(

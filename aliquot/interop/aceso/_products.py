@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...cost import Problem
-from ...graph import Role, ValueId
+from ...graph import Role
 from ...sharding import NodeId, Port, Site
 from ._image_places import BLOCK_CONVOLUTIONS, CONVOLUTIONS
 from ._operator_map import OperatorMap
@@ -84,7 +84,11 @@ def products_of(problem: Problem, operators: OperatorMap, ops: Sequence[int]) ->
     for op, op_class in zip(problem.graph.ops, problem.nodes.op_class, strict=True):
         if op_class >= 0 and operators.of_op[ops[op.index]] >= 0:
             members.setdefault(op_class, []).append(op.index)
-    of_parameters = _values_of_parameters(problem)
+    of_parameters = {i.value for i in problem.graph.inputs if i.role is Role.PARAMETER}
+    for op in problem.graph.ops:
+        read = [i for i in op.inputs if isinstance(i, int)]
+        if read and all(i in of_parameters for i in read):
+            of_parameters.update(o for o in op.outputs if o >= 0)
     products = []
     for site in problem.nodes.sites:
         if site.op_class not in members or not site.results or not site.results[0]:
@@ -149,13 +153,3 @@ def _kinds(
 
 def _factors(port: Port) -> set[int]:
     return {f for f, dim in enumerate(port.projection) if dim >= 0}
-
-
-def _values_of_parameters(problem: Problem) -> set[ValueId]:
-    """Values of the stage that are computed from its parameters alone."""
-    values = {i.value for i in problem.graph.inputs if i.role is Role.PARAMETER}
-    for op in problem.graph.ops:
-        read = [i for i in op.inputs if isinstance(i, int)]
-        if read and all(i in values for i in read):
-            values.update(o for o in op.outputs if o >= 0)
-    return values

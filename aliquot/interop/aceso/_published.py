@@ -61,20 +61,18 @@ class PublishedTables:
         paths = sorted(folder.glob("*.csv")) if folder is not None else []
         if folder is not None and not paths:
             raise InputError(f"{folder} holds no CSV files of the artifact's figures.")
-        self._tables = {path.stem: _read(path) for path in paths}
+        self._tables: dict[str, _Table] = {}
+        for path in paths:
+            try:
+                rows = list(csv.reader(path.read_text().splitlines()))
+                self._tables[path.stem] = {
+                    row[0]: dict(zip(rows[0][1:], map(float, row[1:]), strict=True))
+                    for row in rows[1:]
+                    if row
+                }
+            except (OSError, ValueError, IndexError) as error:
+                raise InputError(f"{path} is no table of numbers with a header: {error}.") from None
 
     def table(self, name: str) -> _Table:
         """A table; empty if there is none of this name."""
         return self._tables.get(name, {})
-
-
-def _read(path: Path) -> _Table:
-    try:
-        rows = list(csv.reader(path.read_text().splitlines()))
-        return {
-            row[0]: dict(zip(rows[0][1:], map(float, row[1:]), strict=True))
-            for row in rows[1:]
-            if row
-        }
-    except (OSError, ValueError, IndexError) as error:
-        raise InputError(f"{path} is no table of numbers with a header: {error}.") from None

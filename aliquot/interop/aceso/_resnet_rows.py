@@ -68,6 +68,25 @@ class ResNetShape:
         return tuple(_Rows(self, prices).all())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Convolution:
+    """What is convolved.
+
+    Attributes:
+        channels, sizes: of the image that is read, and of the one that is made.
+        algorithm: by default that of the file.
+        stride_skips: whether it reads only as many points as it makes, because its stride skips the
+            others.
+    """
+
+    window: int
+    channels: tuple[int, int]
+    sizes: tuple[int, int]
+    algorithm: int | None = None
+    needs_input_gradient: bool = True
+    stride_skips: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     shape: ResNetShape
@@ -79,7 +98,14 @@ class _Rows:
         whole, half = s.image_size, -(-s.image_size // 2)
         first = self._bytes(half, s.channels)
         yield self._convolution(
-            "conv1", 7, _COLOURS, s.channels, whole, half, algorithm=0, needs_input_gradient=False
+            "conv1",
+            _Convolution(
+                window=7,
+                channels=(_COLOURS, s.channels),
+                sizes=(whole, half),
+                algorithm=0,
+                needs_input_gradient=False,
+            ),
         )
         yield self._norm("bn1", first, s.channels)
         yield self._rectifier("relu1", first)
@@ -111,9 +137,10 @@ class _Rows:
         for number, window, into, out, size_in, size_out in steps:
             # The first convolution itself reads the block's input, so none travels along before it.
             beside = (0.0 if number == "1" else entered), entered
-            yield self._convolution(
-                f"{name}-conv{number}", window, into, out, size_in, size_out, beside=beside
+            convolution = _Convolution(
+                window=window, channels=(into, out), sizes=(size_in, size_out)
             )
+            yield self._convolution(f"{name}-conv{number}", convolution, beside)
             yield self._norm(f"{name}-bn{number}", self._bytes(size_out, out), out, entered)
         left = self._bytes(b.size_out, b.channels_out)
         yield self._shortcut(f"{name}-downsample", b, entered, left)
@@ -124,9 +151,13 @@ class _Rows:
         added = p.traffic(3 * left)
         if not b.projects:
             return p.row(name, (added, p.traffic(left)), (left + entered, left), 0.0, left, (0, 0))
-        projected = self._convolution(
-            name, 1, b.channels_in, b.channels_out, b.size_in, b.size_out, stride_skips=True
+        convolution = _Convolution(
+            window=1,
+            channels=(b.channels_in, b.channels_out),
+            sizes=(b.size_in, b.size_out),
+            stride_skips=True,
         )
+        projected = self._convolution(name, convolution)
         norm = self._norm(name, left, b.channels_out)
         mib = 2.0**20
         return OperatorRow(
@@ -142,46 +173,28 @@ class _Rows:
         )
 
     def _convolution(
-        self,
-        name: str,
-        window: int,
-        channels_in: int,
-        channels_out: int,
-        size_in: int,
-        size_out: int,
-        *,
-        beside: Sequence[float] = (0.0, 0.0),
-        algorithm: int | None = None,
-        needs_input_gradient: bool = True,
-        stride_skips: bool = False,
+        self, name: str, c: _Convolution, beside: Sequence[float] = (0.0, 0.0)
     ) -> OperatorRow:
-        """The row of a convolution.
-
-        Args:
-            beside: bytes that travel along, before and after it.
-            algorithm: by default that of the file.
-            stride_skips: whether it reads only as many points as it makes, because its stride skips
-                the others.
-        """
-        p = self.prices
-        algorithm = p.algorithm if algorithm is None else algorithm
+        """The row of a convolution; `beside` are bytes that travel along, before and after it."""
+        p, (channels_in, channels_out), (size_in, size_out) = self.prices, c.channels, c.sizes
+        algorithm = p.algorithm if c.algorithm is None else c.algorithm
         split_out, split_in = (p.tensor, 1) if algorithm == 0 else (1, p.tensor)
         mine_in, mine_out = channels_in // split_in, channels_out // split_out
-        points_in = p.batch * (size_out if stride_skips else size_in) ** 2
+        points_in = p.batch * (size_out if c.stride_skips else size_in) ** 2
         points_out = p.batch * size_out**2
-        depth = mine_in * window**2
+        depth = mine_in * c.window**2
         into = self._bytes(size_in, channels_in)
         out = self._bytes(size_out, channels_out)
         forward = p.convolution(1, points_out, mine_out, depth, points_in * mine_in)
         # The gradients of its weights and of its input each cost as much as the forward pass.
-        backward = forward * (2 if needs_input_gradient else 1)
+        backward = forward * (2 if c.needs_input_gradient else 1)
         if p.tensor > 1 and split_out > 1:
             forward += p.collective("all-gather", out)
-            backward += p.collective("all-reduce", into) if needs_input_gradient else 0.0
+            backward += p.collective("all-reduce", into) if c.needs_input_gradient else 0.0
         elif p.tensor > 1:
             forward += p.collective("all-reduce", out)
             backward += p.collective("all-gather", into)
-        weights = channels_in * channels_out * window**2 * p.item / p.tensor
+        weights = channels_in * channels_out * c.window**2 * p.item / p.tensor
         kept = out if split_in == 1 else out + into / split_in
         working = out / split_out if split_out > 1 else 0.0
         return p.row(

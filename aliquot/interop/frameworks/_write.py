@@ -62,11 +62,14 @@ def settings_of(plan: Plan, lose: Callable[[str], None]) -> Settings:
                 " written"
             )
         recompute = "block"
-    layers = _layers_of_stages(plan)
+    layers = []
+    for stage in plan.stages if is_pipeline(plan) else ():
+        matched = [_LAYER.match(name) for name in stage.layer_names]
+        layers.append(len({each[1] for each in matched if each}))
     shapes = [a.shape for a in plan.inputs if a.role == "batch" and len(a.shape) == 2]
     return Settings(
         **layout,
-        stage_layers=() if is_even(layers) else layers,
+        stage_layers=() if is_even(layers) else tuple(layers),
         schedule=plan.schedule if is_pipeline(plan) else "",
         micro_batch=max(1, batch // (count * data)),
         global_batch=batch,
@@ -76,17 +79,6 @@ def settings_of(plan: Plan, lose: Callable[[str], None]) -> Settings:
         dtype=str(model.get("dtype", "bf16")).partition("-")[0],
         seq_len=max((shape[1] for shape in shapes), default=None),
     )
-
-
-def _layers_of_stages(plan: Plan) -> tuple[int, ...]:
-    """Layers of the model in each stage of a pipeline."""
-    if not is_pipeline(plan):
-        return ()
-    counts = []
-    for stage in plan.stages:
-        matched = [_LAYER.match(name) for name in stage.layer_names]
-        counts.append(len({each[1] for each in matched if each}))
-    return tuple(counts)
 
 
 def _named(plan: Plan) -> dict[str, Any] | None:
@@ -273,7 +265,11 @@ def write_settings(
         pairs = _accelerate.write_deepspeed(settings, lose)
     if name in ("megatron", "bridge") and settings.seq_len:
         pairs.append(("seq_len", settings.seq_len))
-    named = [(_name(table, word), value) for word, value in pairs if value is not None]
+    named: list[tuple[str, Any]] = []
+    for word, value in pairs:
+        if value is not None:
+            is_length = (table.framework, word) == ("bridge", "seq_len")
+            named.append(("model.seq_length" if is_length else table.name_of(word), value))
     if rules:
         named.append(("logical_axis_rules", list(rules)))
     text, file_name = _FORMS[to](table, named)
@@ -284,15 +280,6 @@ def write_settings(
         file_name=file_name,
         pairs=tuple(named),
         lost=tuple(dict.fromkeys(lost)),
-    )
-
-
-def _name(table: Table, word: str) -> str:
-    """The framework's name of a word: the first one of its table."""
-    return (
-        "model.seq_length"
-        if (table.framework, word) == ("bridge", "seq_len")
-        else table.name_of(word)
     )
 
 

@@ -41,20 +41,9 @@ def device_groups(line: str, num_devices: int) -> list[list[int]]:
         # No groups, or empty ones: all devices communicate.
         return [list(range(num_devices))]
     text = groups.group(1)
-    return _listed(text[1:-1]) if text.startswith("{") else _iota_groups(text)
-
-
-def _listed(text: str) -> list[list[int]]:
-    found: list[list[int]] = []
-    for part in re.findall(r"\{([\d, ]*)\}", text):
-        found.append([int(n) for n in part.split(",") if n.strip()])
-    return found
-
-
-def _iota_groups(text: str) -> list[list[int]]:
-    """`[groups, members]<=[dims]T(order)`: numbers in a grid, its dims reordered, read row by
-    row.
-    """
+    if text.startswith("{"):
+        return _listed(text[1:-1])
+    # `[groups, members]<=[dims]T(order)`: numbers in a grid, its dims reordered, read row by row.
     lead, _, tail = text.partition("<=")
     count, members = (
         (int(n) for n in lead[1:-1].split(",")) if "," in lead else (1, int(lead[1:-1]))
@@ -63,8 +52,15 @@ def _iota_groups(text: str) -> list[list[int]]:
     dims = [int(n) for n in dims_text[1:-1].split(",")]
     order = [int(n) for n in order_text[1:-1].split(",")] if order_text else list(range(len(dims)))
     numbers = np.arange(math.prod(dims)).reshape(dims).transpose(order)
-    groups: list[list[int]] = numbers.reshape(count, members).tolist()
-    return groups
+    rows: list[list[int]] = numbers.reshape(count, members).tolist()
+    return rows
+
+
+def _listed(text: str) -> list[list[int]]:
+    found: list[list[int]] = []
+    for part in re.findall(r"\{([\d, ]*)\}", text):
+        found.append([int(n) for n in part.split(",") if n.strip()])
+    return found
 
 
 def _mesh_groups(mesh: str, order: str | None, axes: str) -> list[list[int]]:

@@ -137,15 +137,12 @@ def num_bytes(type_text: str) -> int:
     total = 0
     for name, dims in _ARRAY.findall(type_text):
         elements = math.prod(int(d.lstrip("<=")) for d in dims.split(",") if d)
-        total += -(-elements * _bits(name) // 8)
+        bits = _BITS.get(name)
+        if bits is None:
+            digits = re.match(r"[a-z]+(\d+)", name)
+            bits = int(digits.group(1)) if digits else 0
+        total += -(-elements * bits // 8)
     return total
-
-
-def _bits(name: str) -> int:
-    if name in _BITS:
-        return _BITS[name]
-    digits = re.match(r"[a-z]+(\d+)", name)
-    return int(digits.group(1)) if digits else 0
 
 
 def _computations(text: str) -> dict[str, _Computation]:

@@ -167,14 +167,11 @@ def _composed(
     for pieces in outer:
         within: list[Piece] = []
         for p in pieces:
-            within += [_within(p, q) for q in inner[p.position]]
+            for q in inner[p.position]:
+                stop = p.stop if q.stop is None else p.start + q.stop
+                within.append(Piece(position=q.position, start=p.start + q.start, stop=stop))
         found.append(tuple(within))
     return tuple(found)
-
-
-def _within(outer: Piece, inner: Piece) -> Piece:
-    stop = outer.stop if inner.stop is None else outer.start + inner.stop
-    return Piece(position=inner.position, start=outer.start + inner.start, stop=stop)
 
 
 def cut_leaves(

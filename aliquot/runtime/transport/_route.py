@@ -95,7 +95,11 @@ def plan_route(
         receiver and none elsewhere.
     """
     source: Any = structs[0].sharding
-    ends = [_row(mesh) for mesh in (source.mesh, targets[0].mesh)]
+    # Shardings of arrays with one row for each device.
+    ends = []
+    for mesh in (source.mesh, targets[0].mesh):
+        devices = mesh.devices.reshape(-1)
+        ends.append(NamedSharding(Mesh(devices, ("device",)), PartitionSpec("device")))
     senders, receivers = ([*end.mesh.devices.flat] for end in ends)
     process = jax.process_index()
     cuts = [_cut(words_of(struct), max(len(senders), len(receivers))) for struct in structs]
@@ -126,12 +130,6 @@ def plan_route(
         return give(arrived)
 
     return move
-
-
-def _row(mesh: Any) -> NamedSharding:
-    """Sharding of an array with one row for each device of a mesh."""
-    devices = mesh.devices.reshape(-1)
-    return NamedSharding(Mesh(devices, ("device",)), PartitionSpec("device"))
 
 
 def _cut(struct: Any, count: int) -> _Cut:

@@ -28,7 +28,7 @@ from ._problem import (
     space_name,
     why_ended,
 )
-from ._stage import StageAnswer, solve_stage
+from ._stage import StageAnswer, Stretch, solve_stage
 
 _SCHEDULE = "1f1b"
 
@@ -227,13 +227,12 @@ class _Search:
             key = (chain.micro_batch, devices, first, last, int(held), entered, left)
             if key not in self._answers:
                 self._solved_operators += units
+                stretch = Stretch(
+                    first=first, last=last, in_flight=int(held), entered=entered, left=left
+                )
                 self._answers[key] = solve_stage(
                     chain.uniform[devices].space,
-                    first,
-                    last,
-                    in_flight=int(held),
-                    entered=entered,
-                    left=left,
+                    stretch,
                     memory_limit_mb=self._problem.memory_limit_mb,
                     ceiling_us=np.inf,
                     rate_us_per_mb=0.0,

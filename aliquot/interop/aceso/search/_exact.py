@@ -36,8 +36,8 @@ from ._problem import (
 )
 from ._reach import least_step_us
 from ._space import Floats, StageSpace
-from ._stage import StageAnswer, solve_stage
-from ._tables import Period, bound_stretches, find_period
+from ._stage import StageAnswer, Stretch, solve_stage
+from ._tables import Period, PossibleStages, bound_stretches, find_period
 
 _COARSE_RATES = 4
 _FINE_RATES = 9
@@ -213,13 +213,16 @@ class _Search:
         """Stage `k` of a configuration solved anew for these operators; None if they do not fit."""
         sizes = [stage.num_devices for stage in configuration.stages]
         device, space = sum(sizes[:k]), self._problem.spaces(configuration.micro_batch)[sizes[k]]
-        answer = solve_stage(
-            space,
-            first,
-            last,
+        stretch = Stretch(
+            first=first,
+            last=last,
             in_flight=self._problem.in_flight(configuration.micro_batch, len(sizes) - 1 - k),
             entered=int(device > 0 and device % self._problem.gpus_per_node == 0),
             left=int((device + sizes[k]) % self._problem.gpus_per_node == 0),
+        )
+        answer = solve_stage(
+            space,
+            stretch,
             memory_limit_mb=self._problem.memory_limit_mb,
             ceiling_us=np.inf,
             rate_us_per_mb=0.0,
@@ -410,9 +413,11 @@ class _MicroBatch:
                 rates_us_per_mb=rates / np.array(in_flight)[:, None],
                 memory_limit_mb=problem.memory_limit_mb,
                 links=self.links[n],
-                longest=longest_stage(space, ceiling_us / self.count),
-                begins=np.logical_or.reduce(places[: len(places) - n, :-1]),
-                ends=np.logical_or.reduce(places[n:]),
+                may_be=PossibleStages(
+                    longest=longest_stage(space, ceiling_us / self.count),
+                    begins=np.logical_or.reduce(places[: len(places) - n, :-1]),
+                    ends=np.logical_or.reduce(places[n:]),
+                ),
             )
             if n in self.tables:
                 # The ceiling has fallen since the last time, and stages may have fewer operators.
@@ -488,13 +493,16 @@ class _MicroBatch:
         effort = self.efforts.get(self.key(cut), 0)
         entered, left = self.links[cut.num_devices][cut.links]
         rates = self.rates[cut.num_devices][cut.behind]
-        answer = solve_stage(
-            self.spaces[cut.num_devices],
-            cut.first,
-            cut.last,
+        stretch = Stretch(
+            first=cut.first,
+            last=cut.last,
             in_flight=problem.in_flight(self.size, cut.behind),
             entered=entered,
             left=left,
+        )
+        answer = solve_stage(
+            self.spaces[cut.num_devices],
+            stretch,
             memory_limit_mb=problem.memory_limit_mb,
             ceiling_us=ceiling_us,
             rate_us_per_mb=float(rates[len(rates) // 2]),

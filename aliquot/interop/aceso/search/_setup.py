@@ -52,7 +52,17 @@ def read_problem(
         raise InputError(
             "The search cannot begin:\n" + "\n".join(f"  - {fault}" for fault in faults)
         )
-    description = read_chain(chain) if chain is not None else _family(model)
+    if chain is not None:
+        description = read_chain(chain)
+    else:
+        families = built_in_chains()
+        if model not in families:
+            raise InputError(
+                f"Nothing is known of the operators of {model!r}; known families are"
+                f" {', '.join(families)}. Describe the operators in a TOML file and pass it with"
+                " --chain."
+            )
+        description = families[model]
     settings = dict(
         _settings(description, model, size, own=chain is not None or num_layers is not None)
     )
@@ -75,17 +85,6 @@ def read_problem(
         judge=judge,
     )
     return require_measured(problem)
-
-
-def _family(model: str) -> Any:
-    families = built_in_chains()
-    if model not in families:
-        raise InputError(
-            f"Nothing is known of the operators of {model!r}; known families are"
-            f" {', '.join(families)}. Describe the operators in a TOML file and pass it with"
-            " --chain."
-        )
-    return families[model]
 
 
 def _settings(description: Any, model: str, size: str, *, own: bool) -> dict[str, Any]:

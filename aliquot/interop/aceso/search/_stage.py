@@ -57,38 +57,47 @@ class StageAnswer:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Operators `[first, last)` as a stage.
+
+    Attributes:
+        in_flight: number of micro-batches that the stage holds.
+        entered, left: whether the transfers into and out of the stage cross nodes.
+    """
+
+    first: int
+    last: int
+    in_flight: int
+    entered: int
+    left: int
+
+
 def solve_stage(
     space: StageSpace,
-    first: int,
-    last: int,
+    stretch: Stretch,
     *,
-    in_flight: int,
-    entered: int,
-    left: int,
     memory_limit_mb: float,
     ceiling_us: float,
     rate_us_per_mb: float,
     max_labels: int = 4000,
 ) -> StageAnswer:
-    """The fastest way to run operators `[first, last)`, if it takes less than the ceiling.
+    """The fastest way to run a stretch, if it takes less than the ceiling.
 
     Args:
-        in_flight: number of micro-batches that the stage holds.
-        entered, left: whether the transfers into and out of the stage cross nodes.
         rate_us_per_mb: an estimate of the Lagrange multiplier of memory; the better it is, the
             fewer labels remain.
         max_labels: labels kept at each operator; if some are dropped, the bound may lie below the
             time of the answer. With 0 the answer is the best of the shortest paths.
     """
-    if not first:
-        entered = 0
-    if last == len(space.kinds):
-        left = 1
+    if not stretch.first:
+        stretch = replace(stretch, entered=0)
+    left = 1 if stretch.last == len(space.kinds) else stretch.left
     best = StageAnswer(time_us=np.inf, bound_us=ceiling_us)
-    for degree, leaves in _exits(space, space.leaves_us[left, space.kinds[last - 1]]):
+    for degree, leaves in _exits(space, space.leaves_us[left, space.kinds[stretch.last - 1]]):
         allowed = np.array([degree in (None, tp) for tp, *_ in space.states])
         ceiling = min(best.time_us, ceiling_us)
-        labels = _Labels(space, first, last, in_flight, entered, leaves, allowed, memory_limit_mb)
+        labels = _Labels(space, stretch, leaves, allowed, memory_limit_mb)
         answer = labels.solve(ceiling, rate_us_per_mb, max_labels)
         bound = min(best.bound_us, answer.bound_us)
         best = answer if answer.time_us < best.time_us else best
@@ -109,22 +118,19 @@ class _Labels:
     def __init__(
         self,
         space: StageSpace,
-        first: int,
-        last: int,
-        in_flight: int,
-        entered: int,
+        stretch: Stretch,
         leaves: Floats,
         allowed: NDArray[np.bool_],
         limit_mb: float,
     ) -> None:
-        self._space, self._first, self._last = space, first, last
-        self._in_flight, self._limit = in_flight, limit_mb
+        first, last, in_flight = stretch.first, stretch.last, stretch.in_flight
+        self._space, self._in_flight, self._limit = space, in_flight, limit_mb
         self._leaves = leaves
         kinds = space.kinds[first:last]
         self._kinds = kinds
         self._busy = space.busy_us[kinds].copy()
         self._busy[0][~allowed] = np.inf
-        self._busy[0] += space.enters_us[entered, kinds[0]]
+        self._busy[0] += space.enters_us[stretch.entered, kinds[0]]
         self._again = space.again_us[kinds]
         self._kept = space.kept_mb[kinds] * in_flight
         self._mb = self._kept + space.state_copies * space.weights_mb[kinds]

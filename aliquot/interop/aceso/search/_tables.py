@@ -78,6 +78,21 @@ class StretchBounds:
     rates_us_per_mb: Floats
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PossibleStages:
+    """Stretches that may be stages.
+
+    Attributes:
+        longest: the most operators of one.
+        begins: for each operator, whether a stage may begin with it.
+        ends: for each operator and the end of the chain, whether a stage may end before it.
+    """
+
+    longest: int
+    begins: NDArray[np.bool_]
+    ends: NDArray[np.bool_]
+
+
 def bound_stretches(
     space: StageSpace,
     period: Period,
@@ -86,27 +101,20 @@ def bound_stretches(
     rates_us_per_mb: Floats,
     memory_limit_mb: float,
     links: Sequence[tuple[int, int]],
-    longest: int,
-    begins: NDArray[np.bool_] | None = None,
-    ends: NDArray[np.bool_] | None = None,
+    may_be: PossibleStages,
 ) -> StretchBounds:
-    """Bounds for all stretches of at most `longest` operators.
+    """Bounds for all stretches that may be stages.
 
     Args:
         in_flight: micro-batches that a stage holds, by number of stages after it.
         rates_us_per_mb: rates to try, by number of stages after it.
         links: whether a stage is entered and left between nodes (1) or within one (0). The first
             stage counts as entered within a node.
-        begins: for each operator, whether a stage may begin with it; None if with any.
-        ends: for each operator and the end of the chain, whether a stage may end before it.
     """
-    num = len(space.kinds)
-    begins = np.ones(num, bool) if begins is None else begins
-    ends = np.ones(num + 1, bool) if ends is None else ends
     sweep = _Sweep(
-        space, np.array(in_flight, float), rates_us_per_mb, memory_limit_mb, links, longest
+        space, np.array(in_flight, float), rates_us_per_mb, memory_limit_mb, links, may_be.longest
     )
-    sweep.run(period, begins, ends)
+    sweep.run(period, may_be.begins, may_be.ends)
     return StretchBounds(
         bound_us=sweep.bound_us,
         rate=sweep.rate,
