@@ -8,6 +8,9 @@ import numpy as np
 import optax
 import pytest
 
+import aliquot as aq
+from aliquot.planners import method_by_name
+from aliquot.zoo import build
 from aliquot.zoo._schedule import schedule
 from aliquot.zoo._update import OPTIMIZERS, Update
 
@@ -133,3 +136,22 @@ def test_scale_doubles_after_enough_finite_steps():
     twice = updated(state | {"loss_scale": once}, grads)["loss_scale"]
     assert (float(twice["scale"]), int(twice["good_steps"])) == (2.0**16, 0)
     assert float(update.scale(state | {"loss_scale": twice}, jnp.float32(2.0))) == 2.0**17
+
+
+@pytest.mark.parametrize("name", ["dp", "zero2", "megatron:dp2,tp2,pp2"])
+def test_a_master_copy_under_plans(name):
+    """Sums of 16-bit gradients over devices round as those of the plain step."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "seq_len": 16}
+    # Of Adam's first step, a gradient of zero has any sign.
+    made = build("gpt-10m", 32, overrides=sizes, dtype="bf16-master", optimizer="sgd")
+    plan = aq.plan(
+        *(made.train_step, made.state, made.batch),
+        cluster=aq.Cluster.preset("8xcpu"),
+        method=method_by_name(name),
+        num_micro_batches=4,
+    )
+    step = aq.parallelize(made.train_step, plan)
+    tokens = jax.random.randint(jax.random.key(1), (32, 16), 0, 64)
+    batch = {"inputs": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+    found = step.check(step.init(made.init, jax.random.key(0)), batch)
+    assert found.is_equal, found
