@@ -18,7 +18,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core import CaptureError, InputError
-from ...graph import Call, Graph, Literal, Operand, Recomputation, Role, with_recomputation
+from ...graph import (
+    NO_VALUE,
+    Call,
+    Graph,
+    Literal,
+    Operand,
+    Recomputation,
+    Role,
+    with_recomputation,
+)
 from ._findings import Findings
 from ._independent import Phased, cut_own
 from ._micro_batch_analysis import analyse
@@ -125,7 +134,8 @@ def _exact(
     if _repeats_written_layers(graph):
         written: Graph = graph.calling.as_written
         known = _exact(written, num_micro_batches, num_groups, on_missing_rule)
-        return _repeated(graph, known)
+        if (repeated := _repeated(graph, known)) is not None:
+            return repeated
     part, eqns, findings = _analysed(graph, num_micro_batches, num_groups, on_missing_rule)
     if findings.violations or findings.conflicts:
         raise _refusal(graph, findings, num_micro_batches, on_missing_rule)
@@ -154,8 +164,10 @@ def _repeats_written_layers(graph: Graph) -> bool:
     return how is not None and bool(how.op_origins)
 
 
-def _repeated(graph: Graph, known: MicroBatchPlan) -> MicroBatchPlan:
-    """How a step runs whose layers recompute: each operator as the one that it repeats."""
+def _repeated(graph: Graph, known: MicroBatchPlan) -> MicroBatchPlan | None:
+    """How a step runs whose layers recompute: each operator as the one that it repeats; None where
+    only a part of a region runs on each micro-batch, which takes a closer look.
+    """
     how: Recomputation = graph.calling.recompute
     graph.calling.cut_state = known.whole.calling.cut_state
     part = with_recomputation(known.part, how.name, like=graph)
@@ -168,15 +180,32 @@ def _repeated(graph: Graph, known: MicroBatchPlan) -> MicroBatchPlan:
             actions[op] = known.actions[origin]
         for position, conversion in of_op.get(origin, ()):
             conversions[op, position] = conversion
+    specs = [known.specs[origin] for origin in how.value_origins]
+    calls: dict[Action, list[Call]] = {Action.EARLY: [], Action.LATE: []}
+    for region in calls_of(graph.body):
+        ops = [op for op in region.blocks[0].items if isinstance(op, int)]
+        together = {actions.get(op) for op in ops}
+        if together.isdisjoint(calls):
+            continue
+        if len(together) > 1:
+            return None
+        # A region runs early or late as a whole, and nothing is to be said of what is inside.
+        calls[actions[ops[0]]].append(region)
+        for op in ops:
+            del actions[op]
+            for out in {*graph.ops[op].outputs} - {*region.outputs, NO_VALUE}:
+                specs[out] = EQUAL
     regions = zip(calls_of(graph.body), calls_of(part.body), strict=True)
     return replace(
         known,
         whole=graph,
         part=part,
         part_eqns={region: other.eqn for region, other in regions},
-        specs=tuple([known.specs[origin] for origin in how.value_origins]),
+        specs=tuple(specs),
         actions=actions,
         conversions=conversions,
+        early_calls=frozenset(calls[Action.EARLY]),
+        late_calls=frozenset(calls[Action.LATE]),
     )
 
 
