@@ -148,7 +148,7 @@ def _sites(graph: Graph, places: Places | None) -> _Sites:
     items = items_of(graph)
     weights = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
     for item in items:
-        if item.inputs and weights.issuperset(item.inputs) and item.phase is not Phase.UPDATE:
+        if _is_of(graph, item, weights) and item.phase is not Phase.UPDATE:
             weights.update(item.outputs)
     links = graph.links
     loops = tuple(_loops(graph, calls, items, links))
@@ -165,6 +165,13 @@ def _sites(graph: Graph, places: Places | None) -> _Sites:
         return _Sites()
     made = tuple(_Layer(forward=part) for part in layers)
     return _Sites(items=items, layers=made, places=found, weights=frozenset(weights))
+
+
+def _is_of(graph: Graph, item: Item, weights: Collection[ValueId]) -> bool:
+    """True for what is made of weights, and of numbers such as those by which they are scaled."""
+    if not item.inputs:
+        return not any(graph.values[value].shape for value in item.outputs)
+    return all(value in weights for value in item.inputs)
 
 
 def _multiplies(graph: Graph, items: Iterable[Item]) -> bool:
@@ -218,7 +225,7 @@ def _attention(
     known = set(weights)
     found = []
     for item in items:
-        if item.inputs and known.issuperset(item.inputs):
+        if _is_of(graph, item, known):
             known.update(item.outputs)
         for name, operands in _products(graph, item):
             if name in FUSED_ATTENTION or known.isdisjoint(operands):
@@ -252,7 +259,7 @@ def _saved(
     if name in ("fused", "minimal", "narrow"):
         known = set(weights)
         for item in items:
-            if item.inputs and known.issuperset(item.inputs):
+            if _is_of(graph, item, known):
                 known.update(item.outputs)
             elif _is_kept_product(graph, item, known, only_narrow=name == "narrow"):
                 saved.update(item.outputs)

@@ -170,6 +170,19 @@ def test_what_is_kept_decreases_from_way_to_way():
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
 
 
+def test_weights_in_8_bits_are_weights():
+    """They are made anew for the backward pass, as by `jax.checkpoint`, and no stack holds them."""
+
+    def kept(recompute, name):
+        made = build("llama-7b", 8, overrides=SIZES, dtype="fp8", recompute=recompute, scan=True)
+        graph = with_recomputation(capture(made.train_step, made.state, made.batch), name)
+        stacks = [op for op in graph.ops if op.name == "scan_stack" and op.phase.name == "FORWARD"]
+        return sum(graph.values[op.outputs[0]].num_bytes for op in stacks)
+
+    for name in ("save_qkv", "save_attention", "block"):
+        assert kept("none", name) == kept(name, "none"), name
+
+
 def test_every_second_layer():
     plain = of_zoo("llama-7b", "none", False)
     none, block, second = (
