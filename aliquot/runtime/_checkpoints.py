@@ -17,7 +17,7 @@ import jax
 
 from ..core import InputError, listing, version_of
 from ._arguments import canonical, is_deleted
-from ._restored import Restored, saved_array, shared, target_of
+from ._restored import Restored, Shared, saved_array, shared, target_of
 from ._state_call import PlainState, StateCall, plain_state
 from ._step import Step
 from .checkpoints import (
@@ -304,15 +304,14 @@ class Checkpoints:
         it, and `InputError` if it is of another state.
         """
         record = self._sound_record(number)
-        new: tuple[str, ...] = ()
-        left_out: tuple[str, ...] = ()
+        common = Shared(both={})
         if partly:
-            state, read_bytes, new, left_out = self._read_part(record, into)
+            state, read_bytes, common = self._read_part(record, into)
         elif into is None:
             state, read_bytes = self._read(record, None)
         else:
             state, read_bytes = self._read_into(record, into)
-        notes = []
+        notes = [*common.notes]
         if record.format <= FORMAT_WITHOUT_CHECKSUMS:
             notes.append(
                 f"checkpoint {number} in {str(self._folder)!r} was written without checksums, by an"
@@ -325,8 +324,8 @@ class Checkpoints:
             skipped=tuple(skipped),
             notes=tuple(notes),
             read_bytes=read_bytes,
-            new=new,
-            left_out=left_out,
+            new=common.new,
+            left_out=common.left_out,
         )
 
     def drop_later(self, number: int) -> tuple[int, ...]:
@@ -390,12 +389,9 @@ class Checkpoints:
             into.remember(state)
         return state, read_bytes
 
-    def _read_part(
-        self, record: Record, into: Any
-    ) -> tuple[Any, int, tuple[str, ...], tuple[str, ...]]:
-        """A tree with the arrays that a checkpoint has, the bytes that were read, and the places
-        that only the tree or only the checkpoint has. Raises `InputError` if arrays have other
-        shapes, or none is there.
+    def _read_part(self, record: Record, into: Any) -> tuple[Any, int, Shared]:
+        """A tree with the arrays that a checkpoint has, the bytes that were read, and what both
+        have in common. Raises `InputError` if arrays have other shapes, or none is there.
         """
         if into is None or isinstance(into, Step):
             raise InputError(
@@ -404,13 +400,13 @@ class Checkpoints:
                 " {'params': params}."
             )
         flat = plain_state(into)
-        both, new, left_out = shared(record, flat.names, flat.leaves, self._folder)
-        targets = {path: target_of(flat.leaves[k]) for path, k in both.items()}
+        common = shared(record, flat.names, flat.leaves, self._folder)
+        targets = {path: target_of(flat.leaves[k]) for path, k in common.both.items()}
         found, read_bytes = self._read(record, targets, some=True)
         leaves = list(flat.leaves)
-        for path, k in both.items():
+        for path, k in common.both.items():
             leaves[k] = found[path]
-        return flat.value(leaves), read_bytes, new, left_out
+        return flat.value(leaves), read_bytes, common
 
     def _read(self, record: Record, wanted: Any, *, some: bool = False) -> tuple[Any, int]:
         """The arrays of a checkpoint, or some of them. Raises `_UnusableError` in all processes if

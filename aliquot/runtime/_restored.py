@@ -10,9 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 import msgspec
 
-from ..core import InputError, listing
+from ..core import InputError, counted, listing
 from .checkpoints import Record, SavedArray, Target, differences
 from .transport import PiecedArray, Rows, struct
+
+_FLOATS = ("float", "bfloat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +59,23 @@ def target_of(leaf: Any) -> Target:
     return Target(described=described, places=() if sharding is None else (Rows(sharding),))
 
 
-def shared(
-    record: Record, names: Sequence[str], leaves: Sequence[Any], folder: Path
-) -> tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]:
-    """The arrays that a checkpoint and a tree both have, with their positions in the tree; those
-    that only the tree has, and those that only the checkpoint has.
+class Shared(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint and a tree have in common, by places.
+
+    Attributes:
+        both: arrays of both, with their positions in the tree.
+        new, left_out: see `Restored`.
+        notes: one sentence for each kind of floats that are rounded.
+    """
+
+    both: dict[str, int]
+    new: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def shared(record: Record, names: Sequence[str], leaves: Sequence[Any], folder: Path) -> Shared:
+    """What a checkpoint and a tree have in common.
 
     Raises:
         InputError: some have other shapes in the tree, or dtypes that are not both of floats, or
@@ -82,10 +96,14 @@ def shared(
             )
         )
     mine = []
+    rounded: dict[tuple[str, str], list[str]] = {}
     for name, k in both.items():
         saved, wanted = theirs[name], saved_array(name, leaves[k])
-        # Floats are wanted in the dtype in which they were saved.
-        if all(jnp.issubdtype(jnp.dtype(each.dtype), jnp.floating) for each in (saved, wanted)):
+        if saved.dtype.startswith(_FLOATS) and wanted.dtype.startswith(_FLOATS):
+            kinds = saved.dtype, wanted.dtype
+            if jnp.promote_types(*kinds) != jnp.dtype(wanted.dtype):
+                rounded.setdefault(kinds, []).append(name)
+            # Floats are wanted in the dtype in which they were saved.
             wanted = msgspec.structs.replace(wanted, dtype=saved.dtype)
         mine.append(wanted)
     differing = differences([theirs[name] for name in both], mine)
@@ -98,5 +116,13 @@ def shared(
                 " the model as it was saved.",
             )
         )
-    new = tuple(name for name in names if name not in both)
-    return both, new, tuple(name for name in theirs if name not in both)
+    notes = []
+    for (before, after), places in rounded.items():
+        some = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
+        notes.append(f"{counted(len(places), 'array')} rounded from {before} to {after}: {some}.")
+    return Shared(
+        both=both,
+        new=tuple(name for name in names if name not in both),
+        left_out=tuple(name for name in theirs if name not in both),
+        notes=tuple(notes),
+    )

@@ -285,6 +285,33 @@ def test_what_a_checkpoint_has_of_a_tree_is_restored_and_the_rest_stays(tmp_path
             checkpoints.restore(partly=True)
 
 
+def test_floats_of_another_width_are_converted_and_that_is_said(tmp_path, mesh):
+    rows = NamedSharding(mesh(4, 2), PartitionSpec("x"))
+    w = np.random.default_rng(0).standard_normal((4, 2), np.float32)
+    saved = {"w": w, "half": w.astype("bfloat16"), "count": np.arange(3), "key": jax.random.key(1)}
+    with aq.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(None, saved, 1)
+        into = {
+            "w": jax.device_put(jnp.zeros((4, 2), jnp.bfloat16), rows),
+            "half": np.zeros((4, 2), np.float32),
+            "count": np.zeros(3, int),
+            "key": jax.random.key(0),
+        }
+        found = checkpoints.restore(into, partly=True)
+        assert found.state["w"].sharding == rows
+        np.testing.assert_array_equal(found.state["w"], w.astype("bfloat16"))
+        np.testing.assert_array_equal(found.state["half"], w.astype("bfloat16").astype("float32"))
+        np.testing.assert_array_equal(found.state["count"], np.arange(3))
+        words = [jax.random.key_data(key) for key in (found.state["key"], saved["key"])]
+        np.testing.assert_array_equal(*words)
+        assert found.notes == ("1 array rounded from float32 to bfloat16: w.",)
+        with pytest.raises(InputError, match="count is int64"):
+            checkpoints.restore({**into, "count": np.zeros(3)}, partly=True)
+        # A run goes on with the numbers that it had.
+        with pytest.raises(InputError, match="w is float32"):
+            checkpoints.restore(into)
+
+
 def test_a_state_that_the_step_does_not_take_is_not_saved(tmp_path):
     step = pipeline(train_step, shapes(), batch_of(0), sizes=(1, 1), layers=4)
     with pytest.raises(InputError, match="cannot save a state that train_step does not take"):
