@@ -104,8 +104,8 @@ _STATE_IN_HOST = "optimizer states are split inside a host"
 # Frameworks that recompute only where they are told to, so that a row without a word on it does
 # not; and that split the sequence beside tensor parallelism unless they are told not to.
 _MEGATRON_CORE = ("Megatron-Bridge", "NeMo")
-# Frameworks whose parameters and gradients are in 16 bits, beside a float32 copy of the parameters:
-# micro-batches are summed in 16 bits. Megatron's are summed in float32.
+# Frameworks whose parameters and gradients are in 16 bits, beside a float32 copy of the parameters,
+# so that devices send gradients in 16 bits. Megatron's send them in float32.
 _GRADIENTS_IN_16_BITS = ("InternEvo",)
 # Frameworks whose kernels, written by hand or by `torch.compile`, compute norms and activation
 # functions again in the backward pass where nothing is recomputed. Of others this is not known.

@@ -247,7 +247,8 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
         for (before, after), once in zip(changes, (False, True), strict=False):
             count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
             total = once and edge.gradient
-            whole = edge.num_bytes * widening(edge.dtype, target, edge.total_dtype * total)
+            total_dtype = edge.total_dtype if total else ""
+            whole = edge.num_bytes * widening(edge.dtype, target, total_dtype)
             # Tables were priced with the measured speed of the rounded size. It is used here, too,
             # so that seconds add up to the predicted step time.
             priced_bytes = rounded_bytes(whole, mesh)
@@ -285,7 +286,8 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
             waiting = priced.use.waits_over(c)
             for these_axes, once in split_deferred_axes(c, axes, waiting):
                 count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
-                wide = widening(c.dtype, target, c.total_dtype * (once and priced.repeats > 1))
+                total_dtype = c.total_dtype if once and priced.repeats > 1 else ""
+                wide = widening(c.dtype, target, total_dtype)
                 local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)
                 # Of an all-gather, the result on each device is that much larger than what enters.
                 grown = math.prod(sizes[a] for a in these_axes) if c.kind == "all-gather" else 1

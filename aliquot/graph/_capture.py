@@ -235,28 +235,28 @@ def with_recomputation(graph: Graph, name: str, *, like: Graph | None = None) ->
         return graph
     known = like.calling.recompute if like is not None else None
     loose, how = recomputing(graph, name, known.places if known is not None else None)
-    fresh: dict[str, Any] = {"traces": {}, "own_traces": {}, "cut_state": None}
-    calling = replace(graph.calling, recompute=how, as_written=graph, **fresh)
     with _garbage_collection_paused():
-        known = replace(loose, calling=calling)
-        if all(_is_plain_region(call) for call in known.body.items if isinstance(call, Call)):
-            return _numbered(known)
-        calling.recompute = replace(how, op_origins=(), value_origins=())
-        shapes = [
-            compat.shape_struct(leaf, known.values[item.value].shape)
-            for item, leaf in zip(known.inputs, known.calling.call.leaves, strict=True)
-        ]
-        traced = _Traced.of(compat.trace(lambda *arrays: evaluate(known, arrays), shapes))
-        inputs = zip(known.inputs, traced.inputs, strict=True)
-        outputs = zip(known.outputs, traced.body.outputs, strict=True)
+        if all(_is_plain_region(call) for call in loose.body.items if isinstance(call, Call)):
+            traced, how = _numbered(loose, how)
+        else:
+            how = replace(how, op_origins=(), value_origins=())
+            shapes = [
+                compat.shape_struct(leaf, loose.values[item.value].shape)
+                for item, leaf in zip(loose.inputs, graph.calling.call.leaves, strict=True)
+            ]
+            traced = _Traced.of(compat.trace(lambda *arrays: evaluate(loose, arrays), shapes))
+        fresh: dict[str, Any] = {"traces": {}, "own_traces": {}, "cut_state": None}
+        inputs = zip(loose.inputs, traced.inputs, strict=True)
+        outputs = zip(loose.outputs, traced.body.outputs, strict=True)
         return replace(
-            known,
+            loose,
             values=traced.values,
             ops=traced.ops,
             body=traced.body,
             inputs=tuple([replace(old, value=value) for old, value in inputs]),
             constants=traced.constants,
             outputs=tuple([replace(old, value=value) for old, value in outputs]),
+            calling=replace(graph.calling, recompute=how, as_written=graph, **fresh),
         )
 
 
@@ -264,13 +264,14 @@ def _is_plain_region(call: Call) -> bool:
     return call.kind == "remat" and not any(isinstance(i, Call) for i in call.blocks[0].items)
 
 
-def _numbered(loose: Graph) -> Graph:
-    """The graph that a trace of a step in loose form gives, without tracing it.
+def _numbered(loose: Graph, how: Recomputation) -> tuple[_Traced, Recomputation]:
+    """What a trace of a step in loose form gives, without tracing it; and how the step recomputes,
+    with the origins of the trace's operators and values.
 
     Args:
         loose: of operators, and of regions that hold nothing but operators.
+        how: with the origins of the operators and values in `loose`.
     """
-    how: Recomputation = loose.calling.recompute
     sequence: list[tuple[Op, int, str]] = []
     from_regions = set[ValueId]()
     regions = 0
@@ -333,18 +334,14 @@ def _numbered(loose: Graph) -> Graph:
             items.append(replace(item, blocks=(body,), inputs=taken, outputs=made))
         elif (k := next(place)) is not None:
             items.append(k)
-    ends = read(returned)
-    how = replace(how, op_origins=tuple(ops), value_origins=tuple(origins))
-    return replace(
-        loose,
-        calling=replace(loose.calling, recompute=how),
+    traced = _Traced(
         values=tuple(values),
         ops=_in_phases(drafts, len(values), {}),
-        body=Block(inputs=tuple(given), items=tuple(items), outputs=ends),
-        inputs=tuple([replace(i, value=v) for i, v in zip(loose.inputs, given, strict=True)]),
+        body=Block(inputs=tuple(given), items=tuple(items), outputs=read(returned)),
+        inputs=given,
         constants=constants,
-        outputs=tuple([replace(o, value=v) for o, v in zip(loose.outputs, ends, strict=True)]),
     )
+    return traced, replace(how, op_origins=tuple(ops), value_origins=tuple(origins))
 
 
 def _converted(literal: Literal, dtype: str) -> Literal:

@@ -90,8 +90,8 @@ def recomputing(
     how = Recomputation(
         name=name,
         places=sites.places,
-        op_origins=() if sites.loops else tuple(loose.op_origins),
-        value_origins=() if sites.loops else tuple(loose.value_origins),
+        op_origins=tuple(loose.op_origins),
+        value_origins=tuple(loose.value_origins),
     )
     return again, how
 
@@ -148,7 +148,7 @@ def _sites(graph: Graph, places: Places | None) -> _Sites:
     items = items_of(graph)
     weights = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
     for item in items:
-        if _is_of(graph, item, weights) and item.phase is not Phase.UPDATE:
+        if _is_of_weights(graph, item, weights) and item.phase is not Phase.UPDATE:
             weights.update(item.outputs)
     links = graph.links
     loops = tuple(_loops(graph, calls, items, links))
@@ -167,7 +167,7 @@ def _sites(graph: Graph, places: Places | None) -> _Sites:
     return _Sites(items=items, layers=made, places=found, weights=frozenset(weights))
 
 
-def _is_of(graph: Graph, item: Item, weights: Collection[ValueId]) -> bool:
+def _is_of_weights(graph: Graph, item: Item, weights: Collection[ValueId]) -> bool:
     """True for what is made of weights, and of numbers such as those by which they are scaled."""
     if not item.inputs:
         return not any(graph.values[value].shape for value in item.outputs)
@@ -225,7 +225,7 @@ def _attention(
     known = set(weights)
     found = []
     for item in items:
-        if _is_of(graph, item, known):
+        if _is_of_weights(graph, item, known):
             known.update(item.outputs)
         for name, operands in _products(graph, item):
             if name in FUSED_ATTENTION or known.isdisjoint(operands):
@@ -259,7 +259,7 @@ def _saved(
     if name in ("fused", "minimal", "narrow"):
         known = set(weights)
         for item in items:
-            if _is_of(graph, item, known):
+            if _is_of_weights(graph, item, known):
                 known.update(item.outputs)
             elif _is_kept_product(graph, item, known, only_narrow=name == "narrow"):
                 saved.update(item.outputs)

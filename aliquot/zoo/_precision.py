@@ -30,6 +30,11 @@ class Precision:
     scales: str = "delayed"
     keeps_master: bool = False
 
+    @property
+    def rounded_params(self) -> str | None:
+        """The dtype of parameters beside a master copy; None if there is no such copy."""
+        return self.compute if self.keeps_master else None
+
 
 PRECISIONS: dict[str, Precision] = {
     "float32": Precision(compute="float32", params="float32"),

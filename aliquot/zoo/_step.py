@@ -176,7 +176,7 @@ def build(
         update = Update(
             OPTIMIZERS[optimizer](rate, weight_decay, momentum),
             dynamic_scale=loss_scaling == "dynamic",
-            params_dtype=dtypes.compute if dtypes.keeps_master else None,
+            rounded_params=dtypes.rounded_params,
             rate=rate,
             clip_norm=clip_norm,
             reports_norm=grad_norm,
@@ -263,7 +263,7 @@ def build_layers(
         update = Update(
             OPTIMIZERS["adamw"](rate, None, 0.0),
             dynamic_scale=False,
-            params_dtype=dtypes.compute if dtypes.keeps_master else None,
+            rounded_params=dtypes.rounded_params,
             rate=rate,
             clip_norm=None,
             reports_norm=False,

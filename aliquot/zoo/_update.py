@@ -77,20 +77,20 @@ class Update:
         optimizer: optax.GradientTransformation,
         *,
         dynamic_scale: bool,
-        params_dtype: str | None = None,
+        rounded_params: str | None = None,
         rate: Rate = 0.0,
         clip_norm: float | None = None,
         reports_norm: bool = False,
     ) -> None:
         """
         Args:
-            params_dtype: of parameters beside a master copy; None if there is no master copy.
+            rounded_params: dtype of parameters beside a master copy; None if there is no such copy.
             rate: the learning rate of the optimizer; if it changes, figures tell it.
             clip_norm: larger gradients, as a whole, are scaled down to this norm.
             reports_norm: whether the norm of the gradients is a figure although nothing is clipped.
         """
         self.optimizer, self.dynamic_scale = optimizer, dynamic_scale
-        self._params_dtype = params_dtype
+        self._rounded_params = rounded_params
         self._rate, self._clip_norm = rate, clip_norm
         self._needs_norm = reports_norm or clip_norm is not None
         self._update_part = jax.jit(self._plain_part)
@@ -102,8 +102,8 @@ class Update:
         """The training state without its step number, from parameters as the network makes them."""
         opt_state = self.optimizer.init(params)
         state: dict[str, Tree] = {"params": params, "opt_state": opt_state}
-        if self._params_dtype is not None:
-            state["params"] = jax.tree.map(lambda p: p.astype(self._params_dtype), params)
+        if self._rounded_params is not None:
+            state["params"] = jax.tree.map(lambda p: p.astype(self._rounded_params), params)
             state["opt_state"] = {"master": params, "optimizer": opt_state}
         if self.dynamic_scale:
             state["loss_scale"] = {
@@ -215,7 +215,7 @@ class Update:
         self, grads: Tree, opt_state: Tree, params: Tree, norm: jax.Array | None
     ) -> tuple[Tree, Tree]:
         weights, inner = params, opt_state
-        if self._params_dtype is not None:
+        if self._rounded_params is not None:
             weights, inner = opt_state["master"], opt_state["optimizer"]
             grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
         if self._clip_norm is not None and norm is not None:
@@ -226,9 +226,9 @@ class Update:
             )
         updates, inner = self.optimizer.update(grads, inner, weights)
         weights = optax.apply_updates(weights, updates)
-        if self._params_dtype is None:
+        if self._rounded_params is None:
             return weights, inner
-        new = jax.tree.map(lambda w: w.astype(self._params_dtype), weights)
+        new = jax.tree.map(lambda w: w.astype(self._rounded_params), weights)
         return new, {"master": weights, "optimizer": inner}
 
     def _guarded_part(

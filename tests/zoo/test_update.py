@@ -30,7 +30,7 @@ def params_like(seed, scan):
 
 def test_a_master_copy_is_updated_as_parameters_would_be():
     made = OPTIMIZERS["adamw"](0.1, None, 0.0)
-    update = Update(made, dynamic_scale=False, params_dtype="bfloat16", clip_norm=2.0)
+    update = Update(made, dynamic_scale=False, rounded_params="bfloat16", clip_norm=2.0)
     params = params_like(0, scan=False)
     state, opt_state = update.init(params), made.init(params)
     for step in range(1, 4):

@@ -339,8 +339,8 @@ def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> b
     if graph.split is not None:
         # Where scans are cut depends on no batch: pieces are equal wherever their originals are.
         return traces_in_groups(graph.split.original, num_micro_batches, num_groups)
-    if _repeats_written_layers(graph):
-        return traces_in_groups(graph.calling.as_written, num_micro_batches, num_groups)
+    # Layers recompute alike on every batch.
+    graph = graph.calling.as_written or graph
     parts = num_micro_batches * num_groups
     try:
         if _resizes(graph, parts):
