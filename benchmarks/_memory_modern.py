@@ -62,7 +62,7 @@ PLANS: dict[str, tuple[str, str]] = {
     ),
     "interleaved pipeline, recomputed chunks, written out": (
         "seen",
-        "llama3-8b --cluster 8xA100-80GB --global-batch 32 --seq-len 4096 --recompute none"
+        "llama3-8b --cluster 8xA100-80GB --global-batch 32 --seq-len 4096 --recompute auto"
         " --method megatron:dp2,pp4,vpp2 --micro-batches 8 --memory-limit 64GiB",
     ),
     "large experts in a pipeline": (
