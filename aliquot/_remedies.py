@@ -32,6 +32,7 @@ from .planners import (
     WholeProgram,
     Zero2Parallel,
     Zero3Parallel,
+    program_counts,
 )
 from .plans import ModelReference, Plan, examples_per_step, figures
 
@@ -105,8 +106,9 @@ def find_remedies(
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> tuple[Remedy, ...]:
-    """Try changes that may make a step fit: a state that a layout splits over more devices, more
-    micro-batches, more hosts of the same kind, another method.
+    """Try changes that may make a step fit: independent micro-batches of a step that does not
+    decompose, a state that a layout splits over more devices, more micro-batches, more hosts of the
+    same kind, another method.
 
     Changes of one kind are tried from small to large until one fits. The searches stop at a gap of
     2 %, so a plan that is later made with the change may be a little faster.
@@ -175,6 +177,11 @@ def remedies_for(
     of_state = sum((refused.parts if refused else {}).get(part, 0.0) for part in _STATE)
     batch_helps = may_fit and not (splits_more and of_state > task.limit_bytes)
     counts = [given * 2**k for k in range(1, _MOST_DOUBLINGS + 1)] if isinstance(given, int) else []
+    finest = program_counts(task.graph, cluster.num_devices)[-1]
+    if batch_helps and asked.micro_batch_semantics == "exact" and not task.decomposes(finest):
+        # No number of micro-batches helps then, unless each is a step of its own.
+        alone = "independent"
+        kinds.append([attempt(f"--micro-batch-semantics {alone}", micro_batch_semantics=alone)])
     if batch_helps:
         kinds.append([attempt(f"--micro-batches {n}", num_micro_batches=n) for n in counts])
         kinds += others

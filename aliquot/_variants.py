@@ -4,6 +4,7 @@ is asked about a step asks this search, so that the same question has one answer
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -44,7 +45,6 @@ from .planners import (
     WholeProgram,
     cannot_fit,
     have_equal_rows,
-    least_compute_s,
     simple_plan,
 )
 from .plans import RECOMPUTED_BY_STAGE, ModelReference, Plan, recomputes_by_stage
@@ -348,9 +348,10 @@ def plan_variants(
     stages_recompute = None if variants[0].base and recompute != "none" else recompute
     simple_s: dict[Variant, float] = {}
     no_program_fits = False
+    report: Progress | None = options.get("progress")
     if may_be_program and len(variants) > 1 and getattr(how, "mesh_shape", None) is None:
         try:
-            for variant, seconds in _simple_times(variants, task, limit):
+            for variant, seconds in _simple_times(variants, task, limit, report):
                 simple_s[variant] = seconds
         except KeyboardInterrupt as stopped:
             raise _interrupted(simple_s, make) from stopped
@@ -366,7 +367,6 @@ def plan_variants(
     # a bound. Compiled, it may not fit.
     simplest_s = min(simple_s.values(), default=math.inf) * (1 + _EQUAL)
     to_beat_s = math.inf if options.get("verify") else simplest_s
-    report = options.get("progress")
     for k, variant in enumerate(ordered):
         if best is not None:
             to_beat_s = best.prediction.step_time_s
@@ -388,7 +388,7 @@ def plan_variants(
             outcome = "not searched: it would compute or keep more, without need"
             tried.append(_tried(variant.name, outcome=outcome))
             continue
-        if math.isfinite(to_beat_s) and least_compute_s(task(variant).problem(1)) >= to_beat_s:
+        if math.isfinite(to_beat_s) and task(variant).least_compute_s >= to_beat_s:
             tried.append(
                 _tried(
                     variant.name,
@@ -463,18 +463,29 @@ def plan_variants(
 
 
 def _simple_times(
-    variants: Variants, task: Callable[[Variant], Task], limit: TimeLimit | None
+    variants: Variants,
+    task: Callable[[Variant], Task],
+    limit: TimeLimit | None,
+    report: Progress | None = None,
 ) -> Iterator[tuple[Variant, float]]:
     """The step times of simple plans, of the variants that have one and whose compute alone takes
     less than the fastest of them; infinite for variants that are not looked at, because they
     compute more than another and gain nothing by it, or keep more than there is memory for.
     """
     best: Decision | None = None
-    fastest, fewest = variants[0], 1
+    fastest, fewest, num_seen = variants[0], 1, 0
+
+    def simple(variant: Variant, fewest: int) -> Decision | None:
+        nonlocal num_seen
+        if report:
+            report(f"simple plans, {variant.name}", num_seen, len(variants))
+        num_seen += 1
+        return simple_plan(task(variant), fewest=fewest)
+
     is_large = cannot_fit(task(variants[0]).problem(1))
     if is_large:
         # The last keeps least: the others do not fit in fewer micro-batches.
-        least = simple_plan(task(variants[-1]))
+        least = simple(variants[-1], 1)
         if least is None:
             return
         fewest = least.num_micro_batches
@@ -494,8 +505,10 @@ def _simple_times(
         k = left[(len(left) - 1) // 2] if is_large and not copies else left[0]
         before, behind = range(left[0], k), range(k + 1, left[-1] + 1)
         variant, known = usual[k], None
-        is_slower = best and least_compute_s(task(variant).problem(1)) >= best.step_time_s
-        if not is_slower and (known := simple_plan(task(variant), fewest=fewest)) is not None:
+        if fewest > 1:
+            task(variant).problem(fewest)
+        is_slower = best and task(variant).least_compute_s >= best.step_time_s
+        if not is_slower and (known := simple(variant, fewest)) is not None:
             if best is None or known.step_time_s < best.step_time_s:
                 best, fastest = known, variant
             yield variant, known.step_time_s
@@ -509,8 +522,8 @@ def _simple_times(
     for variant in between:
         seconds = math.inf
         if best and variants[variants.index(variant) + 1] is fastest and _has_room(best):
-            simple = simple_plan(task(variant), fewest=best.num_micro_batches)
-            seconds = simple.step_time_s if simple else math.inf
+            known = simple(variant, best.num_micro_batches)
+            seconds = known.step_time_s if known else math.inf
         yield variant, seconds
 
 
@@ -540,7 +553,8 @@ def _ordered(
         """False if the whole batch is too large, or what all variants keep from step to step."""
         return task(variants[-1]).holds_state and not cannot_fit(task(variant).problem(1))
 
-    first = next((v for v in variants[:-1] if can_fit(v)), variants[-1])
+    # Each keeps less than the one before it.
+    first = variants[bisect.bisect_left(variants[:-1], True, key=can_fit)]
     others = sorted(variants, key=lambda each: each.for_programs)
     return [first, *(v for v in others if v is not first)]
 

@@ -416,3 +416,27 @@ def test_a_step_that_does_not_decompose_has_remedies_without_micro_batches():
     )
     assert remedies
     assert not [each for each in remedies if each.change.startswith("--micro-batches")]
+
+
+def test_independent_micro_batches_are_tried_where_the_step_does_not_decompose():
+    def step(params, x):
+        def loss(params):
+            hidden = jnp.tanh(x @ params["first"])
+            # As batch normalisation: examples need sums over the batch.
+            hidden = (hidden - hidden.mean(0)) / (hidden.var(0) + 1e-3)
+            return jnp.mean((hidden @ params["second"]) ** 2)
+
+        grads = jax.grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = {"first": jnp.ones((16, 64)), "second": jnp.ones((64, 16))}
+    x = jnp.ones((4096, 16))
+    needed = aq.plan(step, params, x, cluster=CLUSTER, method=DataParallel())
+    limit = 0.7 * needed.prediction.peak_memory_bytes
+    with pytest.raises(InfeasibleError):
+        aq.plan(step, params, x, cluster=CLUSTER, memory_limit_bytes=limit)
+    remedies = aq.find_remedies(step, params, x, cluster=CLUSTER, memory_limit_bytes=limit)
+    found = {each.change: each.plan for each in remedies}
+    plan = found["--micro-batch-semantics independent"]
+    assert plan is not None and plan.num_micro_batches > 1
+    assert plan.prediction.peak_memory_bytes <= limit

@@ -127,8 +127,15 @@ def test_ways_are_compared_with_the_micro_batches_that_are_asked_for(monkeypatch
         return simple_plan(task, **options)
 
     monkeypatch.setattr(_variants, "simple_plan", spied)
-    plan = aq.plan(*build(), cluster=CLUSTER, micro_batch_semantics="independent")
+    said = list[str]()
+    plan = aq.plan(
+        *build(),
+        cluster=CLUSTER,
+        micro_batch_semantics="independent",
+        progress=lambda what, done, of: said.append(what),
+    )
     assert asked and {*asked} == {"independent"} and plan.provenance.candidates
+    assert said[0].startswith("simple plans, ")
 
 
 def test_where_no_way_fits_whole_the_middle_one_tells_of_those_that_keep_more(monkeypatch):
@@ -142,7 +149,7 @@ def test_where_no_way_fits_whole_the_middle_one_tells_of_those_that_keep_more(mo
 
     monkeypatch.setattr(_variants, "simple_plan", simple)
     monkeypatch.setattr(_variants, "cannot_fit", lambda problem: True)
-    monkeypatch.setattr(_variants, "least_compute_s", lambda problem: 0.0)
+    monkeypatch.setattr(_base, "least_compute_s", lambda problem: 0.0)
     made = zoo.build("gpt-125m", 8, recompute="none")
     variant = _variants.Variant(step=made.train_step, args=(made.state, made.batch))
     ways = variant.ways_to_recompute(None)

@@ -281,47 +281,62 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
         every = [n for n in every if batch // n % cluster.num_devices == 0]
     counts = [n for n in every if n >= fewest]
     refused = list[int]()
-    best: Decision | None = None
-    finest: Problem | None = None
+    made = list[Problem]()
 
     def solved(problem: Problem) -> Decision | None:
+        made.append(problem)
         found: Decision | None = None
-        if not cannot_fit(problem):
-            for method in _simple_methods(cluster, batch // problem.num_micro_batches):
-                with contextlib.suppress(InfeasibleError, InputError):
-                    found = faster(found, method.solve(problem, task.progress))
+        if cannot_fit(problem):
+            return None
+        for method in _simple_methods(cluster, batch // problem.num_micro_batches):
+            try:
+                found = faster(found, method.solve(problem, task.progress))
+            except InputError:
+                continue
+            except InfeasibleError:
+                if found is None:
+                    # The others keep more than the first.
+                    return None
         return found
 
     for position, count in enumerate(counts):
-        if any(count % n == 0 for n in refused) or (finest and is_too_large(finest, count)):
+        # Problems are not made where another shows their size.
+        if any(count % n == 0 for n in refused) or any(is_too_large(p, count) for p in made):
+            continue
+        # To say why a step does not decompose takes longer than to find out.
+        if not task.decomposes(count):
+            refused.append(count)
             continue
         try:
             problem = task.problem(count)
         except (InputError, CaptureError):
-            # The step cannot be cut into any multiple of it either.
             refused.append(count)
             continue
         best = solved(problem)
         if best is not None:
-            break
+            return best
         if position == 0 and fewest == 1 and len(counts) > 2:
-            # Problems of few micro-batches need not be made where this one shows their size, or
-            # does not fit itself.
+            # Nothing fits where the finest micro-batches do not.
+            finest = counts[-1]
+            if not task.decomposes(finest):
+                refused.append(finest)
+                continue
             with contextlib.suppress(InputError, CaptureError):
-                finest = task.problem(counts[-1])
-                if have_equal_rows(task) and solved(finest) is None:
+                if solved(task.problem(finest)) is None and have_equal_rows(task):
                     return None
-    return best
+    return None
 
 
 def _simple_methods(cluster: Cluster, rows: int) -> list[AbstractMethod]:
-    """The methods of a simple plan, for micro-batches of so many rows."""
+    """The methods of a simple plan, for micro-batches of so many rows; that which keeps least is
+    the first.
+    """
     # A Megatron layout may be a pipeline, whose module reads this one.
     from ._megatron import Megatron
 
     if rows < cluster.num_devices:
         return [Megatron(data=rows, context=cluster.num_devices // rows, zero_stage=3)]
-    methods: list[AbstractMethod] = [Zero2Parallel(), Zero3Parallel()]
+    methods: list[AbstractMethod] = [Zero3Parallel(), Zero2Parallel()]
     if cluster.num_hosts > 1 and cluster.devices_per_host > 1:
         methods += [Zero2Parallel(shard_within="host"), Zero3Parallel(shard_within="host")]
     return methods

@@ -51,24 +51,25 @@ def never_fits(
 
 
 def least_compute_s(problem: Problem) -> float:
-    """A lower bound on the step time of all plans, in seconds: the compute of all operators unsplit
-    on one device, where they are most efficient, divided by the number of devices; no
-    communication.
+    """A lower bound on the step time of all plans with at least the problem's number of
+    micro-batches, in seconds: the compute of all operators unsplit on one device, where they are
+    most efficient, divided by the number of devices; no communication.
     """
     cluster = subcluster(problem.cluster, (1, 1))
-    priced = price(problem, LogicalMesh(shape=(1,), axis_names=("x",), cluster=cluster))
+    mesh = LogicalMesh(shape=(1,), axis_names=("x",), cluster=cluster)
+    priced = price(problem, mesh, repeats=problem.num_micro_batches)
     return sum(float(node.compute_s.min()) for node in priced.nodes) / problem.cluster.num_devices
 
 
 def is_too_large(problem: Problem, count: int) -> bool:
-    """True if a lower bound on memory shows that no split of the step with only `count`
-    micro-batches fits.
+    """True if a lower bound on memory shows that no split of the step with `count` micro-batches
+    fits, which may be more or fewer than the problem has.
 
     The bound gives every array the live range that it has in the problem and splits it over all
     devices. For a single micro-batch the answer is always False, because that is another program,
     without gradient accumulators.
     """
-    if not 1 < count < problem.num_micro_batches:
+    if count in (1, problem.num_micro_batches):
         return False
     nodes = problem.nodes
     sizes = problem.graph.batch_sizes
