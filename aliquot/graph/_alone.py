@@ -117,12 +117,12 @@ class LoneOperator:
         def program(given: Sequence[Sequence[Any]]) -> list[list[Any]]:
             results = []
             for operands in given:
-                arrays = [
-                    jax.random.wrap_key_data(o, impl=compat.key_generator(d))
-                    if _is_key(d)
-                    else o.astype(d)
-                    for o, d in zip(operands, self._dtypes, strict=True)
-                ]
+                arrays = []
+                for o, d in zip(operands, self._dtypes, strict=True):
+                    if _is_key(d):
+                        arrays.append(jax.random.wrap_key_data(o, impl=compat.key_generator(d)))
+                    else:
+                        arrays.append(o.astype(d))
                 results.append(
                     [
                         jax.random.key_data(r) if _is_key(r.dtype) else r

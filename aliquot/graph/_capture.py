@@ -142,14 +142,12 @@ def _name(calling: Calling) -> str:
 def _examples(calling: Calling) -> str:
     """The last example arguments, mostly the batch, as they were understood."""
     call = calling.call
-    arrays = [
-        f"{path} {leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
-        for path, leaf in zip(call.paths, call.leaves, strict=True)
-    ]
-    others = [
-        f"{path}, a {type(value).__name__} and no array"
-        for path, (_, value) in zip(call.static_paths, call.statics, strict=True)
-    ]
+    arrays = []
+    for path, leaf in zip(call.paths, call.leaves, strict=True):
+        arrays.append(f"{path} {leaf.dtype}[{', '.join(map(str, leaf.shape))}]")
+    others = []
+    for path, (_, value) in zip(call.static_paths, call.statics, strict=True):
+        others.append(f"{path}, a {type(value).__name__} and no array")
     return "; ".join([*arrays[-_MOST_LISTED:], *others[-_MOST_LISTED:]])
 
 
@@ -194,7 +192,7 @@ def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
         # `calling.run` writes the structure of the results into `calling`; with a copy, traces do
         # not overwrite each other's.
         calling = replace(calling)
-        shapes = [compat.shape_struct(leaf) for leaf in leaves]
+        shapes = list(map(compat.shape_struct, leaves))
         try:
             closed = compat.trace(lambda *flat: calling.run(flat), shapes)
         except NameError as error:
@@ -240,10 +238,9 @@ def with_recomputation(graph: Graph, name: str, *, like: Graph | None = None) ->
             traced, how = _numbered(loose, how)
         else:
             how = replace(how, op_origins=(), value_origins=())
-            shapes = [
-                compat.shape_struct(leaf, loose.values[item.value].shape)
-                for item, leaf in zip(loose.inputs, graph.calling.call.leaves, strict=True)
-            ]
+            shapes = []
+            for item, leaf in zip(loose.inputs, graph.calling.call.leaves, strict=True):
+                shapes.append(compat.shape_struct(leaf, loose.values[item.value].shape))
             traced = _Traced.of(compat.trace(lambda *arrays: evaluate(loose, arrays), shapes))
         fresh: dict[str, Any] = {"traces": {}, "own_traces": {}, "cut_state": None}
         inputs = zip(loose.inputs, traced.inputs, strict=True)
@@ -439,10 +436,9 @@ def _inputs(
         trains,
     )
     successors.update({others[k]: position for k, position in matched.items()})
-    inputs = [
-        Input(path=path, value=value, role=Role.OTHER, output=successors.get(k))
-        for k, (path, value) in enumerate(zip(call.paths, input_values, strict=True))
-    ]
+    inputs = []
+    for k, (path, value) in enumerate(zip(call.paths, input_values, strict=True)):
+        inputs.append(Input(path=path, value=value, role=Role.OTHER, output=successors.get(k)))
     batch = batch_paths(
         calling.names, [parts[0] for parts in call.parts], values, inputs, reach, trains
     )

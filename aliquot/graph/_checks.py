@@ -25,14 +25,14 @@ def is_check(eqn: Any) -> bool:
     if eqn.primitive.name != "cond" or len(eqn.params["branches"]) != 2:
         return False
     body, _ = compat.open_body(eqn.params["branches"][_RAISES])
-    return any(raises(inner) for inner in body.eqns)
+    return any(map(raises, body.eqns))
 
 
 def opened_branches(eqn: Any) -> list[tuple[Any, Sequence[Any]]]:
     """The open jaxprs of the branches of a `cond`, with their constants; in the raising branch of a
     check, with scalars in place of arrays.
     """
-    branches = [compat.open_body(branch) for branch in eqn.params["branches"]]
+    branches = list(map(compat.open_body, eqn.params["branches"]))
     if is_check(eqn):
         branches[_RAISES] = _small(*branches[_RAISES])
     return branches

@@ -161,11 +161,12 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
     """
     made_here = made_by(items)
     named = {item.value: item for item in graph.inputs}
-    inputs = [
-        named.get(v) or Input(path=f"{FROM_ANOTHER_STAGE}{v}", value=v, role=Role.OTHER)
-        for v in read_by(items)
-        if v not in made_here and v not in graph.constants
-    ]
+    inputs = []
+    for v in read_by(items):
+        if v not in made_here and v not in graph.constants:
+            inputs.append(
+                named.get(v) or Input(path=f"{FROM_ANOTHER_STAGE}{v}", value=v, role=Role.OTHER)
+            )
     places = {item.op_or_call for item in items if not isinstance(item.op_or_call, Call)}
     calls = {id(item.op_or_call) for item in items if isinstance(item.op_or_call, Call)}
     leaving = {o.value for o in graph.outputs if isinstance(o.value, int)}
@@ -266,9 +267,10 @@ class _Builder:
             outputs=tuple(self._operand(o.value) for o in outputs),
         )
         new_outputs = tuple(Output(path=o.path, value=self._operand(o.value)) for o in outputs)
-        constants = {
-            self._value_number[v]: c for v, c in graph.constants.items() if v in self._value_number
-        }
+        constants = {}
+        for v, c in graph.constants.items():
+            if v in self._value_number:
+                constants[self._value_number[v]] = c
         found = []
         for n, old in enumerate(graph.values[v] for v in self._values):
             found.append(structs.replace(old, index=ValueId(n)))

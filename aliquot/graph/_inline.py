@@ -217,9 +217,9 @@ class Inliner:
         body, consts = compat.open_body(p["jaxpr"])
         inside = place._replace(trips=place.trips * length)
         init = operands[num_consts : num_consts + num_carry]
-        carry_in = [
-            self.new_value(v.aval) for v in body.invars[num_consts : num_consts + num_carry]
-        ]
+        carry_in = []
+        for v in body.invars[num_consts : num_consts + num_carry]:
+            carry_in.append(self.new_value(v.aval))
         slices = [self.new_value(v.aval) for v in body.invars[num_consts + num_carry :]]
         for start, inner in zip(init, carry_in, strict=True):
             self._link("tie", (start,), (inner,), place)

@@ -66,11 +66,10 @@ def kernel_arithmetic(
     else:
         places = []
     reader = _Reader(places=places, sizes=sizes)
-    of_refs = {
-        var: np.asarray(table)
-        for var, table in zip(body.invars, tables, strict=False)
-        if table is not None
-    }
+    of_refs = {}
+    for var, table in zip(body.invars, tables, strict=False):
+        if table is not None:
+            of_refs[var] = np.asarray(table)
     reader.read(body, of_refs, np.ones(()), 1.0)
     runs = math.prod(grid)
     products, exponentials = _path(body)
@@ -117,11 +116,11 @@ class _Reader:
             flops = _flops(eqn) * times
             self.flops += flops * float(np.mean(share))
             self.unconditional += flops
-            given = [value(atom) for atom in eqn.invars]
+            given = list(map(value, eqn.invars))
             for var, made in zip(eqn.outvars, self._run(eqn, given, share, times), strict=False):
                 if made is not None:
                     values[var] = made
-        return [value(atom) for atom in body.outvars]
+        return list(map(value, body.outvars))
 
     def _run(
         self, eqn: Any, given: Sequence[Known | None], share: Known, times: float
@@ -165,11 +164,10 @@ class _Reader:
         self, body: Any, given: Sequence[Known | None], share: Known, times: float
     ) -> list[Known | None]:
         opened, constants = compat.open_body(body)
-        known = {
-            var: value
-            for var, value in zip(opened.invars, given, strict=False)
-            if value is not None
-        }
+        known = {}
+        for var, value in zip(opened.invars, given, strict=False):
+            if value is not None:
+                known[var] = value
         known |= {var: np.asarray(c) for var, c in zip(opened.constvars, constants, strict=False)}
         return self.read(opened, known, share, times)
 
@@ -233,7 +231,7 @@ def _path(body: Any) -> tuple[int, bool]:
     for eqn in body.eqns:
         products += eqn.primitive.name == "dot_general"
         exponentials |= eqn.primitive.name in _EXPONENTIALS
-        inner = [_path(part) for part in jaxprs_in_params(eqn.params)]
+        inner = list(map(_path, jaxprs_in_params(eqn.params)))
         products += max((count for count, _ in inner), default=0)
         exponentials |= any(found for _, found in inner)
     return products, exponentials
@@ -246,7 +244,7 @@ def _flops(eqn: Any) -> float:
     traits = traits_of(eqn.primitive.name)
     free = eqn.primitive.name in _NO_ARITHMETIC or traits.numbers_rows
     free = free or (traits.moves is not None and traits.moves is not Moves.NEGATE)
-    if free or any(compat.holds_jaxpr(value) for value in eqn.params.values()):
+    if free or any(map(compat.holds_jaxpr, eqn.params.values())):
         return 0.0
     largest = max(
         (math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)), default=0

@@ -108,10 +108,9 @@ def kernel_on_pieces(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
     cut = math.prod(grid) / max(math.prod(kernel.grid), 1)
 
     def piece(aval: Any, walks: Sequence[Walked]) -> Any:
-        sizes = [
-            n if w.grid_dim < 0 else grid[w.grid_dim] * w.block
-            for n, w in zip(aval.shape, walks, strict=True)
-        ]
+        sizes = []
+        for n, w in zip(aval.shape, walks, strict=True):
+            sizes.append(n if w.grid_dim < 0 else grid[w.grid_dim] * w.block)
         return aval.update(shape=tuple(sizes))
 
     walked = [*kernel.operands[mapping.num_index_operands :], *kernel.results]
@@ -127,10 +126,9 @@ def kernel_on_pieces(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
     }
     estimate = params.get("cost_estimate")
     if estimate is not None:
-        parts = {
-            name: int(getattr(estimate, name) * cut)
-            for name in ("flops", "transcendentals", "bytes_accessed")
-        }
+        parts = {}
+        for name in ("flops", "transcendentals", "bytes_accessed"):
+            parts[name] = int(getattr(estimate, name) * cut)
         changed["cost_estimate"] = dataclasses.replace(estimate, **parts)
     return eqn.replace(params={**params, **changed})
 
@@ -202,10 +200,10 @@ def _uses(block: Any, grid_dim: int, walks: Sequence[Walked]) -> bool:
     read = itertools.chain.from_iterable(eqn.invars for eqn in body.eqns)
     if any(var is atom for atom in read):
         return True
-    return any(
-        index is var and walk.grid_dim != grid_dim
-        for index, walk in zip(body.outvars, walks, strict=True)
-    )
+    for index, walk in zip(body.outvars, walks, strict=True):
+        if index is var and walk.grid_dim != grid_dim:
+            return True
+    return False
 
 
 def _asked(params: Mapping[str, Any], grid: Sequence[int]) -> frozenset[int]:

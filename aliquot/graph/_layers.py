@@ -353,9 +353,10 @@ def crossing_bytes(
 
 def _parameters_of(graph: Graph, items: Sequence[Item], forward: Sequence[int]) -> list[list[str]]:
     """The parameters that each forward item uses, directly or through shared items, by path."""
-    carries: dict[int, list[str]] = {
-        i.value: [i.path] for i in graph.inputs if i.role is Role.PARAMETER
-    }
+    carries: dict[int, list[str]] = {}
+    for i in graph.inputs:
+        if i.role is Role.PARAMETER:
+            carries[i.value] = [i.path]
 
     def used_by(item: Item) -> list[str]:
         return list(dict.fromkeys(itertools.chain(*(carries.get(i, []) for i in item.inputs))))

@@ -45,11 +45,11 @@ def match_state(
                 if len(keys) > depth:
                     groups.setdefault(keys[: depth + 1], []).append(position)
     returned = _returned_parts_of_batches(values, inputs, matcher.matched, reach)
-    return {
-        position: successor
-        for position, successor in matcher.matched.items()
-        if position not in returned
-    }
+    found = {}
+    for position, successor in matcher.matched.items():
+        if position not in returned:
+            found[position] = successor
+    return found
 
 
 def _returned_parts_of_batches(
@@ -68,9 +68,10 @@ def _returned_parts_of_batches(
     returned: set[int] = set()
     for positions in arguments.values():
         mine = {p for p in positions if p in matched}
-        arrays = [
-            p for p in positions if values[inputs[p][1]].shape and not reach.key[inputs[p][1]]
-        ]
+        arrays = []
+        for p in positions:
+            if values[inputs[p][1]].shape and not reach.key[inputs[p][1]]:
+                arrays.append(p)
         sizes = {values[inputs[p][1]].shape[0] for p in arrays}
         others = any(p not in mine for p in arrays)
         if (

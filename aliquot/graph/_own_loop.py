@@ -48,11 +48,10 @@ class OwnLoop(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_own_loop(graph: Graph) -> OwnLoop | None:
     """The loop over micro-batches of a step that has one, and one alone."""
-    found = [
-        loop
-        for item in graph.body.items
-        if isinstance(item, Call) and item.kind == "scan" and (loop := _own_loop(graph, item))
-    ]
+    found = []
+    for item in graph.body.items:
+        if isinstance(item, Call) and item.kind == "scan" and (loop := _own_loop(graph, item)):
+            found.append(loop)
     return found[0] if len(found) == 1 else None
 
 
@@ -99,11 +98,10 @@ def _own_loop(graph: Graph, call: Call) -> OwnLoop | None:
             return None
         maker = graph.makers.get(new)
         assert isinstance(total, int)
-        reading = [
-            op
-            for op in (*readers.get(total, []), *readers.get(new, []))
-            if not (op.is_link and op.outputs[0] in results)
-        ]
+        reading = []
+        for op in (*readers.get(total, []), *readers.get(new, [])):
+            if not (op.is_link and op.outputs[0] in results):
+                reading.append(op)
         if maker is None or reading != [maker] or maker.index not in top:
             return None
         summands = [i for i in maker.inputs if i != total]
@@ -193,7 +191,7 @@ def in_one_turn(graph: Graph, larger: Graph) -> Extract:
     outputs = tuple([replace(o, value=operands([o.value])[0]) for o in graph.outputs])
     body = Block(
         inputs=graph.body.inputs,
-        items=tuple([replaced(item) for item in items]),
+        items=tuple(map(replaced, items)),
         outputs=tuple([o.value for o in outputs]),
     )
     whole = replace(graph, ops=tuple(ops), values=tuple(values), body=body, outputs=outputs)

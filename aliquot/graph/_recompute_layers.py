@@ -544,11 +544,10 @@ def _with_less_kept(
     other_consts, other_carry = compat.scan_counts(backward.eqn.params)
     consts, slices = block.inputs[:num_consts], block.inputs[num_consts + num_carry :]
     rows_of = zip(slices, forward.inputs[num_consts + num_carry :], strict=True)
-    stacked_from = {
-        inner: array
-        for inner, array in rows_of
-        if isinstance(inner, int) and isinstance(array, int)
-    }
+    stacked_from = {}
+    for inner, array in rows_of:
+        if isinstance(inner, int) and isinstance(array, int):
+            stacked_from[inner] = array
     # What the first scan stacks for the second: by the array, the value of which it holds the rows.
     stacks: dict[ValueId, ValueId] = {}
     for k in loop.stacks:

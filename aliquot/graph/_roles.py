@@ -40,7 +40,7 @@ def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
     """The `Reach` of all values, in one pass over the operators forwards and one backwards."""
     size = len(values)
     forward, backward, learned = bytearray(size), bytearray(size), bytearray(size)
-    floating = bytearray(_is_floating(value) for value in values)
+    floating = bytearray(map(_is_floating, values))
     for op in ops:
         is_forward, is_backward = op.phase is Phase.FORWARD, op.phase is Phase.BACKWARD
         is_learned = is_backward

@@ -219,8 +219,8 @@ def rule(
     frozenset({'b'})
     """
     left, right = text.replace(" ", "").split("->")
-    operand_dims = tuple(_parse(part) for part in left.split(",")) if operands else ()
-    result_dims = tuple(_parse(part) for part in right.split(","))
+    operand_dims = tuple(map(_parse, left.split(","))) if operands else ()
+    result_dims = tuple(map(_parse, right.split(",")))
     known = dict(sizes or {})
     shapes = [*(o.shape for o in operands), *results]
     for dims, shape in zip((*operand_dims, *result_dims), shapes, strict=True):
@@ -341,17 +341,17 @@ def whole(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]]) -> D
 
     return DimRule(
         operands=tuple(dims(o.shape) for o in operands),
-        results=tuple(dims(s) for s in results),
+        results=tuple(map(dims, results)),
         sizes=sizes,
     )
 
 
 # Upper-case characters beyond the alphabet, for opaque operators with many operands.
 _WHOLE = (
-    [chr(c) for c in range(ord("A"), ord("Z") + 1)]
+    list(map(chr, range(ord("A"), ord("Z") + 1)))
     + [chr(c) for c in range(0x391, 0x3AA) if chr(c).isupper()]
-    + [chr(c) for c in range(0x410, 0x430)]
-    + [chr(c) for c in range(0x10400, 0x10428)]
-    + [chr(c) for c in range(0x104B0, 0x104D4)]
-    + [chr(c) for c in range(0x1E900, 0x1E922)]
+    + list(map(chr, range(0x410, 0x430)))
+    + list(map(chr, range(0x10400, 0x10428)))
+    + list(map(chr, range(0x104B0, 0x104D4)))
+    + list(map(chr, range(0x1E900, 0x1E922)))
 )

@@ -201,7 +201,7 @@ class _ParamKeys:
         if value is None or isinstance(value, int | float | str | bool):
             return value
         if isinstance(value, tuple):
-            return tuple([self._one(v) for v in value])
+            return tuple(map(self._one, value))
         known = self._by_id.get(id(value))
         if known is None:
             known = (value, str(value))
@@ -255,7 +255,7 @@ def _candidate_periods(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int
     equal = sorted_keys[1:] == sorted_keys[:-1]
     distances, counts = np.unique((sorted_where[1:] - sorted_where[:-1])[equal], return_counts=True)
     # Limited, because trying a period takes a pass over all operators.
-    return [int(d) for d in distances[np.argsort(-counts, kind="stable")][:64]]
+    return list(map(int, distances[np.argsort(-counts, kind="stable")][:64]))
 
 
 def _classes(
@@ -376,4 +376,4 @@ def _members(classes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     members: list[list[int]] = [[] for _ in range(max(classes, default=-1) + 1)]
     for thing, own_class in enumerate(classes):
         members[own_class].append(thing)
-    return tuple([tuple(things) for things in members])
+    return tuple(map(tuple, members))

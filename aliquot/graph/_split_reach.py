@@ -147,11 +147,10 @@ def _indices(operands: Iterable[Operand]) -> tuple[ValueId, ...]:
 
 def _of_parameters(graph: Graph, length: int) -> set[ValueId]:
     """Values of `length` rows, each of which is made from the same row of a parameter."""
-    marked = {
-        i.value
-        for i in graph.inputs
-        if i.role is Role.PARAMETER and graph.values[i.value].shape[:1] == (length,)
-    }
+    marked = set()
+    for i in graph.inputs:
+        if i.role is Role.PARAMETER and graph.values[i.value].shape[:1] == (length,):
+            marked.add(i.value)
     for op in graph.ops:
         if op.phase is Phase.UPDATE or not any(
             isinstance(i, int) and i in marked for i in op.inputs

@@ -54,9 +54,10 @@ def _read_all(
     """Operands of a loop as wholes; `operands` begin at its operand number `first`."""
     avals = [v.aval for v in call.eqn.invars[first : first + len(operands)]]
     like = _like(emission, call)
-    return [
-        read(emission, i, place, like, call.eqn, a) for i, a in zip(operands, avals, strict=True)
-    ]
+    found = []
+    for i, a in zip(operands, avals, strict=True):
+        found.append(read(emission, i, place, like, call.eqn, a))
+    return found
 
 
 def _write_whole(
@@ -125,7 +126,7 @@ def _write_one_scan(
         old = index_of(block.inputs[num_consts + k])
         write_link(emission, old, where, (operands[num_consts + k],), new)
     _write_items(emission, block, body)
-    ends = [arrays.known(v) for v in block.outputs]
+    ends = list(map(arrays.known, block.outputs))
     results: list[ValueId] = []
     for k, old in enumerate(call.outputs):
         stacks = k >= num_carry
@@ -156,7 +157,7 @@ def _write_while(emission: Emission, call: Call, place: Place) -> None:
         _loop_body(emission, condition, (*operands[:num_cond], *carried), place),
         _loop_body(emission, block, (*operands[num_cond:first], *carried), place),
     ]
-    results = [arrays.new(old) for old in call.outputs]
+    results = list(map(arrays.new, call.outputs))
     ends = zip(call.outputs, blocks[1].outputs, carried, results, strict=True)
     for result, last, inner, new in ends:
         write_link(emission, result, place, (last, inner), new)
@@ -167,7 +168,7 @@ def _loop_body(emission: Emission, block: Block, inputs: Sequence[Operand], plac
     """Write a body that sees every array as a whole."""
     body = place.loop(1, 1)
     _write_items(emission, block, body)
-    outputs = tuple([emission.arrays.known(v) for v in block.outputs])
+    outputs = tuple(map(emission.arrays.known, block.outputs))
     return Block(inputs=tuple(inputs), items=tuple(body.items), outputs=outputs)
 
 
@@ -197,7 +198,7 @@ def _write_remat(emission: Emission, call: Call, place: Place) -> None:
         if old < 0:
             results += [NO_VALUE] * len(parts)
         elif old == inner:
-            results += [index_of(part) for part in parts]
+            results += map(index_of, parts)
         else:
             fresh = emission.arrays.declare(old)
             for part, new in zip(parts, fresh, strict=True):
@@ -225,7 +226,7 @@ def _write_cond(emission: Emission, call: Call, place: Place) -> None:
 def _write_platform_branches(emission: Emission, call: Call, place: Place) -> None:
     operands = _read_all(emission, call, call.inputs, 0, place)
     blocks = [_loop_body(emission, block, operands[1:], place) for block in call.blocks]
-    results = [emission.arrays.new(old) for old in call.outputs]
+    results = list(map(emission.arrays.new, call.outputs))
     for k, (old, new) in enumerate(zip(call.outputs, results, strict=True)):
         write_link(emission, old, place, [block.outputs[k] for block in blocks], new)
     _write_whole(emission, call, blocks, operands, results, place)

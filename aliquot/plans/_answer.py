@@ -121,7 +121,7 @@ def _ways(plan: Plan, stage: StagePlan) -> Iterator[str]:
         by_kind.setdefault(role.kind, []).append(role)
     for kind, roles in by_kind.items():
         degree = f"{math.prod(role.size for role in roles)}-way"
-        words = next((words for words in _INSTRUCTIONS if kind.startswith(words)), "")
+        words = next(filter(kind.startswith, _INSTRUCTIONS), "")
         named = words.replace("parallel", "parallelism") or "sharding of arrays"
         zero = _ZERO.search(kind)
         if "FSDP" in kind:
@@ -147,7 +147,7 @@ def _figures(plan: Plan) -> Iterator[str]:
     yield f"{said_of_step_time(plan)} a step"
     used, limit = format_bytes(p.peak_memory_bytes), format_bytes(p.memory_limit_bytes)
     if p.memory_limit_bytes:
-        parts = [_SIZE.match(text) for text in (used, limit)]
+        parts = [_SIZE.match(used), _SIZE.match(limit)]
         if parts[0] and parts[1] and parts[0]["unit"] == parts[1]["unit"]:
             used = parts[0]["figure"]
         used = f"{used} of {limit}"

@@ -281,10 +281,11 @@ def micro_batches(plan: Plan) -> str:
     told = []
     for paths in by_rule.values():
         told.append(f"output {paths[0]} is" if len(paths) == 1 else f"{len(paths)} outputs are")
-    rules = [
-        " ".join([who, *(_COMBINED.get(word, word) for word in rule.split()), "over them"])
-        for who, rule in zip(told, by_rule, strict=True)
-    ]
+    rules = []
+    for who, rule in zip(told, by_rule, strict=True):
+        rules.append(
+            " ".join([who, *(_COMBINED.get(word, word) for word in rule.split()), "over them"])
+        )
     semantics = _SEMANTICS.get(plan.micro_batch_semantics, plan.micro_batch_semantics)
     return "; ".join([f"{plan.num_micro_batches}, {semantics}", *rules])
 

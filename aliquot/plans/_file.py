@@ -47,7 +47,7 @@ def _say_what_is_recomputed(data: dict[str, Any]) -> dict[str, Any]:
             return stage
         return {**stage, "recompute": words[stage["recompute"]]}
 
-    return {**data, "stages": [said(stage) for stage in stages]}
+    return {**data, "stages": list(map(said, stages))}
 
 
 _MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -293,7 +293,7 @@ def _laid_out(value: Any, margin: str) -> str:
         return line
     inner = margin + "  "
     if is_list:
-        names = [_neighbours(item) for item in value]
+        names = list(map(_neighbours, value))
         items = []
         for item in value:
             items.append(
@@ -303,7 +303,7 @@ def _laid_out(value: Any, margin: str) -> str:
             )
     else:
         # Of a table of splits, or of rules for outputs, the names are paths of arrays.
-        is_table = len({type(item) for item in inside}) == 1 and _depth(value) <= 3
+        is_table = len(set(map(type, inside))) == 1 and _depth(value) <= 3
         names = [_layer(key) if is_table else "" for key in value]
         items = []
         for key, v in value.items():
@@ -353,7 +353,7 @@ def _without_odd_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_odd_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_odd_numbers(item) for item in value]
+        return list(map(_without_odd_numbers, value))
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

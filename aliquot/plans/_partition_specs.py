@@ -29,9 +29,10 @@ def partition_specs(plan: Plan) -> dict[str, PartitionSpec]:
     placed: dict[str, tuple[tuple[str, ...], ...]] = {}
     for stage in reversed(plan.stages):
         placed.update(stage.shardings)
-    return {
-        array.path: PartitionSpec(*map(_entry, placed.get(array.path, ()))) for array in plan.inputs
-    }
+    found = {}
+    for array in plan.inputs:
+        found[array.path] = PartitionSpec(*map(_entry, placed.get(array.path, ())))
+    return found
 
 
 def spec_tree(plan: Plan, tree: Any, path: str | None = None) -> Any:

@@ -249,7 +249,7 @@ def _common(patterns: Sequence[str]) -> str:
     """One pattern for several that differ only in numbers, with `*` for the numbers that differ;
     the first pattern if they differ otherwise.
     """
-    numbers = zip(*(_DIGITS.findall(pattern) for pattern in patterns))
+    numbers = zip(*map(_DIGITS.findall, patterns))
     shown = iter(["*" if len(set(each)) > 1 else each[0] for each in numbers])
     alike = len({_DIGITS.sub("*", pattern) for pattern in patterns}) == 1
     return _DIGITS.sub(lambda _: next(shown), patterns[0]) if alike else patterns[0]

@@ -356,9 +356,7 @@ def _memory_over_time(prediction: Prediction) -> Iterator[str]:
         yield (
             f"memory_over_time has {len(curve.phases)} moments, and needs as many ascending seconds"
         )
-    most_bytes = max(
-        (sum(values) for values in zip(*curve.parts.values(), strict=True)), default=0.0
-    )
+    most_bytes = max(map(sum, zip(*curve.parts.values(), strict=True)), default=0.0)
     if not math.isclose(most_bytes, prediction.peak_memory_bytes, rel_tol=_TOLERANCE, abs_tol=1.0):
         yield (
             f"memory_over_time rises to {most_bytes:.0f} bytes, and the peak is"

@@ -97,7 +97,7 @@ def line_chart(
     first, last = (round(math.log2(point)) for point in (min(points), max(points)))
     step = max(math.ceil((last - first) / 7), 1)
     ticks = [2.0**power for power in range(first, last + 1, step)]
-    axes.set_xticks(ticks, [_power(tick) for tick in ticks])
+    axes.set_xticks(ticks, list(map(_power, ticks)))
     axes.minorticks_off()
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

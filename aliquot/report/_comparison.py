@@ -116,12 +116,13 @@ class Comparison:
             return f"as fast as the fastest, within {_EQUAL:.1%}"
         mine, theirs = step_parts(plan), step_parts(best)
         more = sorted(((mine[name] - theirs[name], name) for name in mine), reverse=True)
-        said = [
-            f"+{format_seconds(s)} {name}" for s, name in more[:_MOST_PARTS] if s > extra_s / 20
-        ]
+        said = []
+        for s, name in more[:_MOST_PARTS]:
+            if s > extra_s / 20:
+                said.append(f"+{format_seconds(s)} {name}")
         less = [f"-{format_seconds(-s)} {name}" for s, name in reversed(more) if -s > extra_s / 20]
         ratio = plan.prediction.step_time_s / best.prediction.step_time_s
-        ways = [how_recomputed(each) for each in (plan, best)]
+        ways = [how_recomputed(plan), how_recomputed(best)]
         way = ways[0] if RECOMPUTED_BY_STAGE in str(ways[0]) else f"with --recompute {ways[0]}"
         again = f", {way}" if ways[0] != ways[1] and ways[0] else ""
         worst = _dearest(plan) if more[0][1] == "exposed communication" else ""
@@ -158,7 +159,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON. Times in seconds, sizes in bytes."""
-        rows = [self._row(candidate) for candidate in self.candidates]
+        rows = list(map(self._row, self.candidates))
         return {"model": self.model, "candidates": rows, "notes": notes_of(self)}
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
@@ -197,10 +198,9 @@ def comparison_table(comparison: Comparison) -> Group:
     clusters = list(dict.fromkeys(candidate.cluster for candidate in comparison.candidates))
     several, methods = len(clusters) > 1, len({c.method for c in comparison.candidates}) > 1
     named = methods or not several
-    rows = [
-        {**comparison._row(c), "layout": layout(c.plan) if c.plan else None}
-        for c in comparison.candidates
-    ]
+    rows = []
+    for c in comparison.candidates:
+        rows.append({**comparison._row(c), "layout": layout(c.plan) if c.plan else None})
     what = "tokens" if any(row["tokens_per_s"] for row in rows) else "examples"
     counted = any(row["mfu"] is not None for row in rows)
     between = comparison.objective == "throughput"
@@ -224,7 +224,7 @@ def comparison_table(comparison: Comparison) -> Group:
         names = (row["cluster"] if several else "", row["method"] if named else "")
         if why := row["loses"]:
             lines.append(Padding(Text(f"{' '.join(filter(None, names))}: {why}"), (0, 0, 0, 2)))
-    parts: list[RenderableType] = [Text(line) for line in recommendation(comparison)]
+    parts: list[RenderableType] = list(map(Text, recommendation(comparison)))
     parts += ["", shown]
     parts += [Text("Why not", style="bold"), *lines] if lines else []
     notes = notes_of(comparison)

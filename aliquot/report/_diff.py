@@ -180,7 +180,7 @@ def _together(what: str, subjects: Sequence[str]) -> str:
     """
     if len(subjects) == 1:
         return subjects[0]
-    matches = [_STAGE.match(subject) for subject in subjects]
+    matches = list(map(_STAGE.match, subjects))
     numbers = sorted({int(match[1]) for match in matches if match})
     if len(numbers) == len(subjects):
         return f"stages {stage_numbers(numbers)} {what.removeprefix('stage * ')}"

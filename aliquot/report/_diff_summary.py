@@ -102,11 +102,10 @@ def _head(before: Plan, after: Plan, names: tuple[str, str]) -> str:
         shown = []
         for name, plan, other in ((names[0], before, after), (names[1], after, before)):
             theirs = other.model.settings
-            own = [
-                f"{key}={value}"
-                for key, value in plan.model.settings.items()
-                if theirs.get(key) != value and key not in _SAID
-            ]
+            own = []
+            for key, value in plan.model.settings.items():
+                if theirs.get(key) != value and key not in _SAID:
+                    own.append(f"{key}={value}")
             batch = f"batch {examples_per_step(plan)}"
             shown.append(f"{name} {', '.join([plan.model.name or 'a step', batch, *own[:4]])}")
         return f"These are plans for two different models or batches: {'; '.join(shown)}."
@@ -146,10 +145,9 @@ def _model(plan: Plan) -> tuple[object, ...]:
 
 
 def _layout(before: Plan, after: Plan) -> Iterator[Row]:
-    named = [
-        {"cluster": str(plan.cluster.get("name", "")), "method": plan.method}
-        for plan in (before, after)
-    ]
+    named = []
+    for plan in (before, after):
+        named.append({"cluster": str(plan.cluster.get("name", "")), "method": plan.method})
     for plan, rows in zip((before, after), named, strict=True):
         if plan.is_pipeline:
             rows["stages"] = f"{len(plan.stages)}, {plan.schedule}"
@@ -163,7 +161,7 @@ def _layout(before: Plan, after: Plan) -> Iterator[Row]:
 
 
 def _times(before: Plan, after: Plan) -> Iterator[Row]:
-    named = [_seconds(plan) for plan in (before, after)]
+    named = [_seconds(before), _seconds(after)]
     # Of stages, only the communication that is exposed is known.
     for name in (name for name in named[0] if name in named[1]):
         first, second = (rows[name] for rows in named)
@@ -173,7 +171,7 @@ def _times(before: Plan, after: Plan) -> Iterator[Row]:
     if first and second:
         texts = [format_count(float(round(each))) for each in (first, second)]
         yield f"{what} per second", texts[0], texts[1], _relative(first, second)
-    used = [mfu(plan) for plan in (before, after)]
+    used = [mfu(before), mfu(after)]
     if used[0] is not None and used[1] is not None:
         yield "MFU", f"{used[0]:.1%}", f"{used[1]:.1%}", ""
 

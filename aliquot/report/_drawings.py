@@ -117,7 +117,7 @@ def areas(
         steps: whether a value holds until the next place, instead of leading to the next value in a
             straight line.
     """
-    totals = [sum(values) for values in zip(*series.values(), strict=True)]
+    totals = list(map(sum, zip(*series.values(), strict=True)))
     most, (height_of_limit, limit_text) = max(totals), limit
     is_near = height_of_limit <= _FARTHEST_LIMIT * most
     top = 1.06 * max(height_of_limit, most) if is_near else 1.15 * most

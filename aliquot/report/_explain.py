@@ -66,7 +66,7 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
     p, provenance = plan.prediction, plan.provenance
     stages = []
     for index, stage in enumerate(plan.stages):
-        arrays = [asdict(group) for group in _groups(plan, index)]
+        arrays = list(map(asdict, _groups(plan, index)))
         stages.append(stage_data(stage) | {"arrays": arrays})
     return {
         "model": plan.model.name,
@@ -97,8 +97,8 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
         # Plan files do not hold them.
         "search_s": provenance.search_s or None,
         "trace_s": provenance.trace_s or None,
-        "candidates": [dict(candidate) for candidate in provenance.candidates],
-        "alternatives": [asdict(alternative) for alternative in alternatives],
+        "candidates": list(map(dict, provenance.candidates)),
+        "alternatives": list(map(asdict, alternatives)),
         "inferred_rules": msgspec.to_builtins(plan.inferred_rules),
         "notes": list(plan.notes),
     }
@@ -140,7 +140,7 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
                 Column("best alternative (predicted)", _best_other),
             )
         )
-    if any(_is_faster(other) for other in alternatives):
+    if any(map(_is_faster, alternatives)):
         parts.append(
             Text(
                 "Alternatives in another plan take more changes than the one in their row, and are"

@@ -266,10 +266,10 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
     # JSON has no numbers that are not finite.
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
+    found = {}
+    for name, value in row.items():
+        found[name] = str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return found
 
 
 def _board(folder: Path, done: int) -> Any:

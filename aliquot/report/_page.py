@@ -179,11 +179,10 @@ def _section(section: Section) -> str:
     """
     most = max(section.amounts, default=0.0)
     parts = [row[0] for row in section.rows] if section.kind == SectionKind.MEMORY else []
-    pictures = [
-        bar(amount / most, row[0], parts)
-        for row, amount in zip(section.rows, section.amounts)
-        if most
-    ]
+    pictures = []
+    for row, amount in zip(section.rows, section.amounts):
+        if most:
+            pictures.append(bar(amount / most, row[0], parts))
     rows = table(section.header, section.rows, section.right, pictures) if section.rows else ""
     # The empty paragraph keeps a section without rows and remarks: its title says that there is
     # nothing to list.
@@ -259,10 +258,11 @@ def table(
         kind = "widest" if len(header) >= _MOST else "wide"
 
     def cells_of(row: Sequence[str], tag: str) -> str:
-        kinds = [
-            ' class="number"' if k in right else ' class="word"' if _is_word(cell) else ""
-            for k, cell in enumerate(row)
-        ]
+        kinds = []
+        for k, cell in enumerate(row):
+            kinds.append(
+                ' class="number"' if k in right else ' class="word"' if _is_word(cell) else ""
+            )
         if tag == "td" and header:
             kinds = [
                 f'{how} data-label="{escape(h)}"' for how, h in zip(kinds, header, strict=True)

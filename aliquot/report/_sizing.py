@@ -166,10 +166,9 @@ def batch_table(search: BatchSearch) -> Group:
         highest += f"; {enough.global_batch} reaches {share:.1%} of it"
     lines.append(Text(f"  highest throughput of these    {fastest.global_batch}, {highest}"))
     lines.append(Text(""))
-    rows = [
-        {**row, "recompute": how_recomputed(trial.plan) if trial.plan else None}
-        for row, trial in zip(search.to_dict()["trials"], search.trials, strict=True)
-    ]
+    rows = []
+    for row, trial in zip(search.to_dict()["trials"], search.trials, strict=True):
+        rows.append({**row, "recompute": how_recomputed(trial.plan) if trial.plan else None})
     tried = table(
         "Tried",
         rows,
@@ -265,11 +264,11 @@ class Sizing:
 
     def in_time(self, slower: float = 1.0) -> list[ClusterOption]:
         """Options that meet the deadline if steps take `slower` times the predicted time."""
-        return [
-            o
-            for o in self.options
-            if o.training_s is not None and o.training_s * slower <= self.by_s
-        ]
+        found = []
+        for o in self.options:
+            if o.training_s is not None and o.training_s * slower <= self.by_s:
+                found.append(o)
+        return found
 
     def choice(self, slower: float = 1.0) -> ClusterOption | None:
         """The cheapest option that meets the deadline; without prices, the one with the fewest
@@ -391,8 +390,8 @@ def sizing_table(sizing: Sizing) -> Group:
         Column(f"cost{unit}", _cost, number=True, shown=priced),
         narrow=True,
     )
-    rest = [Text(line) for line in explained_names(methods)]
-    rest += [Text(line) for line in _unknown_errors(sizing)]
+    rest = list(map(Text, explained_names(methods)))
+    rest += map(Text, _unknown_errors(sizing))
     if choice:
         rest.append(
             Text(

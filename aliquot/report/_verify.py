@@ -34,7 +34,7 @@ def verification(figures: Mapping[str, Any]) -> Group:
             parts += [Text(""), Text(f"Stage {index}", style="bold")]
         parts += [Facts(_facts(figures, stage)), Text(""), *_tables(stage)]
     if figures["remarks"]:
-        parts += [Text(""), *(Text(remark) for remark in figures["remarks"])]
+        parts += [Text(""), *map(Text, figures["remarks"])]
     return Group(*parts)
 
 
@@ -60,7 +60,7 @@ def _facts(figures: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterable[tup
         again = " (kept from an earlier run)" if stage["cached"] else ""
         yield "compiled in", f"{format_seconds(stage['compile_s'])}{again}"
     if stage["programs"]:
-        yield "programs", "; ".join(_program(each) for each in stage["programs"])
+        yield "programs", "; ".join(map(_program, stage["programs"]))
     elif stage["compiler_compute_s"]:
         kernels_s, attention_s = stage["compiler_compute_s"], figures["predicted_attention_s"]
         more = ""

@@ -112,7 +112,7 @@ def find_segments(
     return Segments(
         blocks=tuple(blocks),
         kinds=kinds,
-        sequence=tuple([kinds.index(piece) for piece in pieces]),
+        sequence=tuple(map(kinds.index, pieces)),
         entries=tuple(
             [
                 tuple([op for op, _ in instances[a:b]])

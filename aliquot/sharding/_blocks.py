@@ -58,9 +58,10 @@ def find_blocks(
     if factors not in BLOCK_FACTORS:
         raise InputError(f"factors={factors!r}: {nearest(factors, BLOCK_FACTORS)}")
     finder = _Finder(graph, nodes)
-    return tuple(
-        finder.block(entries, products, factors) for entries, products in finder.partition()
-    )
+    found = []
+    for entries, products in finder.partition():
+        found.append(finder.block(entries, products, factors))
+    return tuple(found)
 
 
 class _Finder:
@@ -87,9 +88,10 @@ class _Finder:
         self.products: dict[int, Node] = {n.index: n for n in nodes.nodes if is_product(n)}
         inputs = zip(graph.inputs, nodes.input_ports, strict=True)
         # Parameters that nothing reads have no node.
-        parameter_nodes: set[int] = {
-            port.node for item, port in inputs if item.role is Role.PARAMETER and port.node >= 0
-        }
+        parameter_nodes: set[int] = set()
+        for item, port in inputs:
+            if item.role is Role.PARAMETER and port.node >= 0:
+                parameter_nodes.add(port.node)
         self.operands: dict[int, list[Edge]] = defaultdict(list)
         self.results: dict[int, list[Edge]] = defaultdict(list)
         self.readers: dict[int, list[Edge]] = defaultdict(list)
@@ -172,9 +174,10 @@ class _Finder:
         # Blocks under construction are sets of parameters; `owner` is each product's parameter.
         owner = self._parameter_of_product()
         self.with_parameter = frozenset(owner)
-        entries = [
-            p for p, node in self.products.items() if p in owner and node.phase is Phase.FORWARD
-        ]
+        entries = []
+        for p, node in self.products.items():
+            if p in owner and node.phase is Phase.FORWARD:
+                entries.append(p)
         blocks: DisjointSets[int] = DisjointSets()
         self._join_by_shared_sums(entries, owner, blocks)
         self._join_by_batch(entries, owner, blocks)
@@ -188,13 +191,11 @@ class _Finder:
             starts[root] = min((p for p in ps if p in entries), default=-1)
         self._add_products_of_activations(owner, blocks, members, starts)
         self.block_of = {product: root for root, ps in members.items() for product in ps}
-        return [
-            (
-                [p for p in members[root] if p in entries and owner[p] == owner[start]],
-                sorted(members[root]),
-            )
-            for start, root in sorted((s, r) for r, s in starts.items() if s >= 0)
-        ]
+        found = []
+        for start, root in sorted((s, r) for r, s in starts.items() if s >= 0):
+            own = [p for p in members[root] if p in entries and owner[p] == owner[start]]
+            found.append((own, sorted(members[root])))
+        return found
 
     def _parameter_of_product(self) -> dict[int, int]:
         """Step 1: for each product the parameter that it multiplies by or makes the gradient of.
@@ -207,9 +208,10 @@ class _Finder:
             for e in self.operands[product]:
                 if e.source in self.parameters:
                     touched.add(self.parameters[e.source])
-            gradients = [
-                e for e in self.results[product] if e.gradient or e.target in self.parameters
-            ]
+            gradients = []
+            for e in self.results[product]:
+                if e.gradient or e.target in self.parameters:
+                    gradients.append(e)
             touched |= {self.parameter_of_gradient.get(e.target, -1) for e in gradients} - {-1}
             if len(touched) == 1:
                 owner[product] = touched.pop()
@@ -273,9 +275,11 @@ class _Finder:
                     e.target for e in self.results[product]
                 ]
                 roots = {self._only_owner(n, owner, blocks) for n in neighbours}
-                candidates = sorted(
-                    (starts[r], r) for r in roots if r is not None and starts[r] >= 0
-                )
+                candidates = []
+                for r in roots:
+                    if r is not None and starts[r] >= 0:
+                        candidates.append((starts[r], r))
+                candidates.sort()
                 if candidates:
                     _, first_root = candidates[0]
                     owner[product] = first_root
@@ -370,9 +374,10 @@ class _Finder:
             linked[product] = tuple(
                 [roots.index(r) if roots.count(r) == 1 else -1 for r in of_entry]
             )
-        behind = [
-            p for p in products if factors == "all" and self.products[p].phase is not Phase.FORWARD
-        ]
+        behind = []
+        for p in products:
+            if factors == "all" and self.products[p].phase is not Phase.FORWARD:
+                behind.append(p)
         return ParallelBlock(
             entry=entry,
             entries=tuple(entries),

@@ -227,9 +227,9 @@ def _sites(naming: NodeIndex) -> list[Site]:
                 for k, i in enumerate(op.inputs)
             )
             results = []
-            result_classes = [
-                int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs
-            ]
+            result_classes = []
+            for o in op.outputs:
+                result_classes.append(int(cuts.folding.value_class[o]) if o >= 0 else -1)
             for position, value_class in enumerate(result_classes):
                 port = naming.result_port(op_class, position)
                 landed = naming.landed_ports(value_class) if value_class >= 0 else []
@@ -263,10 +263,9 @@ def _sites(naming: NodeIndex) -> list[Site]:
                 v in readers and cuts.home(v) is not None and op.name != "transpose"
             )
         # Without pins on both sides the compiler would gather what is to be exchanged.
-        exchanged = [
-            exchange.at(True, k) >= 0 and v not in cuts.exchanges.uneven
-            for k, v in enumerate(result_classes)
-        ]
+        exchanged = []
+        for k, v in enumerate(result_classes):
+            exchanged.append(exchange.at(True, k) >= 0 and v not in cuts.exchanges.uneven)
         if any(p is not None for p in pinned) or any(feeds_product) or any(exchanged):
             feeding = list(zip(result_classes, feeds_product, exchanged, strict=True))
             sites.append(
@@ -339,9 +338,10 @@ def _product_readers(naming: NodeIndex) -> dict[int, list[Port]]:
             elif cuts.first[op_class].name == "scan_stack":
                 port = naming.slot_port(cuts.operand_slot(op_class, value_class))
                 stacked.setdefault(value_class, []).append(port)
-    return {
-        value_class: ports + stacked.get(value_class, []) for value_class, ports in readers.items()
-    }
+    found = {}
+    for value_class, ports in readers.items():
+        found[value_class] = ports + stacked.get(value_class, [])
+    return found
 
 
 def _batch_factors(
@@ -364,9 +364,10 @@ def _batch_factors(
             if dim in port.projection:
                 roots.append((port.node, port.projection.index(dim)))
                 break
-    parameter_nodes = {
-        naming.value_port(i.value).node for i in graph.inputs if i.role is Role.PARAMETER
-    }
+    parameter_nodes = set()
+    for i in graph.inputs:
+        if i.role is Role.PARAMETER:
+            parameter_nodes.add(naming.value_port(i.value).node)
     ways = Adjacency(
         e
         for e in edges.edges

@@ -58,19 +58,19 @@ def dims_of_batch(
         again = False
         for place, op_class in enumerate(order):
             op, rule = graph.ops[folding.members[op_class][0]], rules[op_class]
-            arrays = [
-                (v, rule.operands[k]) for k, read in enumerate(sources[op_class]) for v in read
-            ]
+            arrays = []
+            for k, read in enumerate(sources[op_class]):
+                for v in read:
+                    arrays.append((v, rule.operands[k]))
             letters = {letter for v, dims in arrays for dim in found[v] for letter in dims[dim]} - {
                 "1"
             }
             if not letters:
                 continue
-            made = [
-                (int(value_class[out]), dims)
-                for out, dims in zip(op.outputs, rule.results, strict=True)
-                if out >= 0
-            ]
+            made = []
+            for out, dims in zip(op.outputs, rule.results, strict=True):
+                if out >= 0:
+                    made.append((int(value_class[out]), dims))
             # What a loop carries holds the same in its first turn.
             made += arrays if op.name == "tie" else []
             for v, dims in made:
@@ -250,16 +250,17 @@ class Cuts:
 
     def makes_param_only(self, op_class: int) -> bool:
         """True if an operator computes on parameters alone."""
-        return any(
-            o >= 0 and self.param_only[int(self.folding.value_class[o])]
-            for o in self.first[op_class].outputs
-        )
+        for o in self.first[op_class].outputs:
+            if o >= 0 and self.param_only[int(self.folding.value_class[o])]:
+                return True
+        return False
 
     def made_of_constants(self, op_class: int) -> bool:
         """True if all results of an operator are made of constants alone."""
-        result_classes = [
-            int(self.folding.value_class[o]) for o in self.first[op_class].outputs if o >= 0
-        ]
+        result_classes = []
+        for o in self.first[op_class].outputs:
+            if o >= 0:
+                result_classes.append(int(self.folding.value_class[o]))
         return all(self.const_only[v] for v in result_classes)
 
     def operands(self, op_class: int) -> tuple[tuple[int, int, int], ...]:
@@ -386,10 +387,10 @@ def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
     reads = []
     for c in range(len(cuts.first)):
         reads.append([v for _, v, _ in cuts.operands(c)])
-    rearranging = [rearranges(op) for op in cuts.first]
+    rearranging = list(map(rearranges, cuts.first))
     adding = [traits_of(op.name).adds for op in cuts.first]
     # Sums of products alone need no other cut than those behind the products.
-    of_products = [cuts.by_product(v) for v in range(len(cuts.fresh))]
+    of_products = list(map(cuts.by_product, range(len(cuts.fresh))))
     for op_class in order:
         if (adding[op_class] or rearranging[op_class]) and reads[op_class]:
             only_products = all(of_products[v] for v in reads[op_class])

@@ -89,7 +89,7 @@ def inferred_rules(graph: Graph) -> tuple[Inferred, ...]:
             rule = dim_rule(op, graph)
             key = op.name, rule.text
             counts[key] = bool(rule.factors), counts.get(key, (False, 0))[1] + 1
-    return tuple(
-        Inferred(primitive=name, text=text, splits=splits, count=count)
-        for (name, text), (splits, count) in counts.items()
-    )
+    found = []
+    for (name, text), (splits, count) in counts.items():
+        found.append(Inferred(primitive=name, text=text, splits=splits, count=count))
+    return tuple(found)

@@ -195,7 +195,7 @@ class _Search:
                         self.sets.join(element, by_letter.setdefault(key, element))
                 elif is_sequential and letters[0].isupper():
                     in_order += self._elements(place)
-        self.sequential = {self.sets.root(element) for element in in_order}
+        self.sequential = set(map(self.sets.root, in_order))
         for value_class, members in enumerate(cuts.folding.value_members):
             num_bytes = float(cuts.graph.values[members[0]].num_bytes * len(members))
             self.total_bytes += num_bytes
@@ -254,9 +254,10 @@ class _Search:
             yield value_class
             self._exchange(part.op_class, (place, part), rolls=True)
             for op_class in joins:
-                positions = [
-                    k for k, s in enumerate(self.cuts.sources[op_class]) if value_class in s
-                ]
+                positions = []
+                for k, s in enumerate(self.cuts.sources[op_class]):
+                    if value_class in s:
+                        positions.append(k)
                 result = self.joined[op_class]
                 into = []
                 for k in positions:

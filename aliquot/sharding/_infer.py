@@ -111,11 +111,10 @@ def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
         yield from (frozenset({(k, d)}) for k, dims in enumerate(dims_of_size) for d in dims)
         seen: set[Places] = set()
         for from_end in (False, True):
-            offsets = {
-                d - (len(shapes[k]) if from_end else 0)
-                for k, dims in enumerate(dims_of_size)
-                for d in dims
-            }
+            offsets = set()
+            for k, places_of_size in enumerate(dims_of_size):
+                for d in places_of_size:
+                    offsets.add(d - (len(shapes[k]) if from_end else 0))
             for offset in sorted(offsets):
                 places = frozenset(
                     (k, offset + (len(shapes[k]) if from_end else 0))
@@ -270,12 +269,10 @@ def _pass_together(
     draws = []
     for draw in range(_NUM_DRAWS):
         given = {shapes: lone.operands(shapes, draw) for shapes in wholes}
-        cut = [
-            part
-            for factor, trials in tests
-            for trial in trials
-            for part in _cut(given[trial.shapes], factor.operands, trial.cut_at)
-        ]
+        cut = []
+        for factor, trials in tests:
+            for trial in trials:
+                cut += _cut(given[trial.shapes], factor.operands, trial.cut_at)
         draws.append([*given.values(), *cut])
     results_of_draws = lone.run(draws)
     if results_of_draws is None:
@@ -293,7 +290,7 @@ def _pass_together(
                 good &= all(
                     _same(a, b) for a, b in zip(results[position : position + 2], want, strict=True)
                 )
-                is_proved |= all(_is_finite_enough(r) for r in results[wholes.index(trial.shapes)])
+                is_proved |= all(map(_is_finite_enough, results[wholes.index(trial.shapes)]))
             good &= is_proved
             position += 2
         passed.append(good)
@@ -355,18 +352,11 @@ def _as_rule(
     letters = [f.split(_size_at(shapes, factor.operands)) for factor in factors]
 
     def dims(k: int, shape: Shape, places: Sequence[Places]) -> Dims:
-        return tuple(
-            next(
-                (
-                    letter
-                    for letter, dims_of_factor in zip(letters, places, strict=True)
-                    if (k, d) in dims_of_factor
-                ),
-                None,
-            )
-            or f.whole(n)
-            for d, n in enumerate(shape)
-        )
+        named = []
+        for d, n in enumerate(shape):
+            factors_of_dim = (a for a, of in zip(letters, places, strict=True) if (k, d) in of)
+            named.append(next(factors_of_dim, None) or f.whole(n))
+        return tuple(named)
 
     return f.rule(
         [dims(k, shape, [factor.operands for factor in factors]) for k, shape in enumerate(shapes)],

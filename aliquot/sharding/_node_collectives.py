@@ -104,11 +104,10 @@ def _rows_sent(naming: NodeIndex, op_class: int, exchange: Exchange) -> Iterator
     """All-to-alls of the rows that travel to what they have chosen and back."""
     cuts = naming.cuts
     op, rule = cuts.first[op_class], cuts.rules[op_class]
-    sent = [
-        (array, rule.operands[position], times)
-        for position, times in exchange.sends.items()
-        if isinstance(array := op.inputs[position], int)
-    ]
+    sent = []
+    for position, times in exchange.sends.items():
+        if isinstance(array := op.inputs[position], int):
+            sent.append((array, rule.operands[position], times))
     sent += [
         (op.outputs[position], rule.results[position], times)
         for position, times in exchange.returns.items()

@@ -340,9 +340,9 @@ class NodeIndex:
         parameters = (
             self._parameters_behind(value_class) if self.cuts.producer[value_class] else set()
         )
-        paths = {self.label_of_value(v) for v in parameters}
+        paths = set(map(self.label_of_value, parameters))
         if len(paths) > 1 or any(len(self.cuts.folding.value_members[v]) > 1 for v in parameters):
-            paths = {wildcard(path) for path in paths}
+            paths = set(map(wildcard, paths))
         return paths.pop() if len(paths) == 1 else self.label_of_value(value_class)
 
     def _parameters_behind(self, value_class: int) -> set[int]:

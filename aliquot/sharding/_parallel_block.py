@@ -129,11 +129,12 @@ def outside_blocks(nodes: NodeGraph, blocks: Iterable[ParallelBlock]) -> list[Op
     inside = set[int]()
     for block in blocks:
         inside.update(block.products)
-    outside: dict[int, int] = {
-        n.index: n.index for n in nodes.nodes if is_product(n) and n.index not in inside
-    }
+    outside: dict[int, int] = {}
+    for n in nodes.nodes:
+        if is_product(n) and n.index not in inside:
+            outside[n.index] = n.index
     first = {node: op for op, node in reversed(block_by_operator(nodes, outside).items())}
-    return [OpId(op) for op in sorted(first.values())]
+    return list(map(OpId, sorted(first.values())))
 
 
 def blocks_of_operators(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> dict[int, int]:
@@ -149,6 +150,8 @@ def block_by_operator(nodes: NodeGraph, block_of: Mapping[int, int]) -> dict[int
     for site in nodes.sites:
         if site.results and site.results[0] and site.results[0][0].node in block_of:
             of_class[site.op_class] = block_of[site.results[0][0].node]
-    return {
-        op: of_class[op_class] for op, op_class in enumerate(nodes.op_class) if op_class in of_class
-    }
+    found = {}
+    for op, op_class in enumerate(nodes.op_class):
+        if op_class in of_class:
+            found[op] = of_class[op_class]
+    return found

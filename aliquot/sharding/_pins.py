@@ -221,7 +221,7 @@ class _PinMaker:
         deferred = [*self.data_axes] if op.phase is Phase.BACKWARD else []
         if site.op_class in self.token_sums:
             deferred += self.context_axes
-        each, total = _split_deferred([self.spec(p) for p in ports], deferred)
+        each, total = _split_deferred(list(map(self.spec, ports)), deferred)
         if op.name == "gather":
             return _ResultConstraints(specs=_lookup_constraints(each, shape, self.axis_sizes))
         # A lookup's partial sums are finished at once; see `_lookup_constraints`.
@@ -282,12 +282,10 @@ class _PinMaker:
         """Constraints on the running totals of values that loops carry, by the split that each is
         to have in the end.
         """
-        summands = {
-            v
-            for op, held in (sums_that_wait(self.graph) if self.token_sums else {}).items()
-            if self.nodes.op_class[op] in self.token_sums
-            for v in held
-        }
+        summands: set[ValueId] = set()
+        for op, held in (sums_that_wait(self.graph) if self.token_sums else {}).items():
+            if self.nodes.op_class[op] in self.token_sums:
+                summands.update(held)
         totals = {}
         for v, spec in values.items():
             axes = {*self.data_axes, *(self.context_axes if v in summands else ())}

@@ -96,9 +96,9 @@ def steps(now: Tiling, target: Tiling) -> tuple[Step, ...]:
         return way
     # Gather down to the common tiling, and slice.
     want = target.counts
-    common = {
-        d: _take(atoms, math.gcd(_product(atoms), want.get(d, 1)))[0] for d, atoms in now.dims
-    }
+    common = {}
+    for d, atoms in now.dims:
+        common[d] = _take(atoms, math.gcd(_product(atoms), want.get(d, 1)))[0]
     kept = set[Atom]()
     for atoms in common.values():
         kept.update(atoms)

@@ -92,11 +92,10 @@ def apply(plan: Plan, module: torch.nn.Module, mesh: DeviceMesh | None = None) -
             advice="Plan this module with aliquot.torch.plan for as many devices as processes.",
         )
     # The axes that split the rows of any array of the batch.
-    rows = [
-        stage.shardings[item.path][0]
-        for item in plan.inputs
-        if item.path.startswith("batch") and item.shape
-    ]
+    rows = []
+    for item in plan.inputs:
+        if item.path.startswith("batch") and item.shape:
+            rows.append(stage.shardings[item.path][0])
     batch_axes = tuple(axis for axis in stage.axis_names if axis in itertools.chain(*rows))
     tensor_axes = [a for a in stage.axis_names if a not in batch_axes]
     shard_axes, keeps_gathered = _shard_axes(stage.shardings, named, specs, batch_axes)
@@ -162,7 +161,7 @@ def _mesh(
     """The processes as (replicate, shard, other axes)."""
     size = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
     whole = [a for a in batch_axes if a not in shard_axes]
-    order = [stage.axis_names.index(a) for a in (*whole, *shard_axes, *tensor_axes)]
+    order = list(map(stage.axis_names.index, (*whole, *shard_axes, *tensor_axes)))
     ranks = torch.arange(math.prod(stage.mesh_shape)) if given is None else given.mesh.flatten()
     shape = (
         math.prod(size[a] for a in whole),

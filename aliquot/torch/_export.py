@@ -61,10 +61,9 @@ class _WithLoss(torch.nn.Module):
     def forward(self, batch: dict[str, Any]) -> Any:
         if self._dtype is None:
             return self._loss(self.module, batch)
-        narrow = {
-            name: parameter.to(self._dtype) if parameter.is_floating_point() else parameter
-            for name, parameter in self.module.named_parameters()
-        }
+        narrow = {}
+        for name, parameter in self.module.named_parameters():
+            narrow[name] = parameter.to(self._dtype) if parameter.is_floating_point() else parameter
         batch = {
             name: x.to(self._dtype) if torch.is_tensor(x) and x.is_floating_point() else x
             for name, x in batch.items()
@@ -105,10 +104,11 @@ def export(
         key = tuple(sorted(shapes.items()))
         if key not in programs:
             # Parts of a batch, such as micro-batches, are traced with tensors of their size.
-            sized = {
-                n: x if n not in shapes or tuple(x.shape) == shapes[n] else x.new_zeros(shapes[n])
-                for n, x in batch.items()
-            }
+            sized = {}
+            for n, x in batch.items():
+                sized[n] = (
+                    x if n not in shapes or tuple(x.shape) == shapes[n] else x.new_zeros(shapes[n])
+                )
             programs[key] = _program(_traced(module, sized, loss, dtype), module, sized)
         return programs[key]
 
@@ -293,11 +293,10 @@ def _program(program: Any, module: torch.nn.Module, batch: Mapping[str, Any]) ->
         first_of.setdefault(id(tensor), name)
     trained = {n: _struct(p) for n, p in module.named_parameters() if p.requires_grad}
     made = {spec.arg.name: spec for spec in program.graph_signature.output_specs}
-    results = {
-        name: spec.target.removeprefix("module.")
-        for name, spec in made.items()
-        if spec.kind == outputs.BUFFER_MUTATION
-    }
+    results = {}
+    for name, spec in made.items():
+        if spec.kind == outputs.BUFFER_MUTATION:
+            results[name] = spec.target.removeprefix("module.")
     (returned,) = [name for name, spec in made.items() if spec.kind == outputs.USER_OUTPUT]
     sources: dict[str, tuple[str, Any]] = {}
     buffers: dict[str, jax.ShapeDtypeStruct] = {}

@@ -77,9 +77,10 @@ def verify_pipeline(
     every = range(len(plan.stages))
     verified = []
     for number in every:
-        positions = [
-            k for k, export in enumerate(exports) if export.stage == number and export.runs
-        ]
+        positions = []
+        for k, export in enumerate(exports):
+            if export.stage == number and export.runs:
+                positions.append(k)
         verified.append(
             _stage(
                 plan,

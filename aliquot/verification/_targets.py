@@ -53,19 +53,18 @@ class GPUDescription:
 
     def text(self) -> str:
         """The description as XLA reads it (a text proto)."""
-        figures = {
-            name: getattr(self, name)
-            for name in (
-                "core_count",
-                "fpus_per_core",
-                "shared_memory_per_core",
-                "shared_memory_per_block_optin",
-                "l2_cache_size",
-                "device_memory_size",
-                "memory_bandwidth",
-                "clock_rate_ghz",
-            )
-        }
+        figures = {}
+        for name in (
+            "core_count",
+            "fpus_per_core",
+            "shared_memory_per_core",
+            "shared_memory_per_block_optin",
+            "l2_cache_size",
+            "device_memory_size",
+            "memory_bandwidth",
+            "clock_rate_ghz",
+        ):
+            figures[name] = getattr(self, name)
         fields = " ".join(f"{name}: {value}" for name, value in {**_LIMITS, **figures}.items())
         extension = "ACCELERATED_FEATURES" if self.accelerated else "NONE"
         major, minor = self.capability

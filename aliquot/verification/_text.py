@@ -127,7 +127,7 @@ class _Causes:
                     phase = " in the backward pass" if is_backward else ""
                     return f"{name}{phase} at {place}{more}"
                 vague = vague or name
-            made_by = (self.lines.get(each) for each in self._operands(current))
+            made_by = map(self.lines.get, self._operands(current))
             waiting += [each for each in made_by if each is not None and each not in waiting]
         return vague
 
@@ -217,10 +217,9 @@ def modelled_compute_s(text: str) -> float:
         if '"reification_cost"' not in line or _COLLECTIVE.search(line):
             return 0.0
         found = _COSTS.search(line)
-        costs = {
-            each["name"]: float(each["exec_time_us"])
-            for each in (json.loads(found[1]) if found else ())
-        }
+        costs = {}
+        for each in json.loads(found[1]) if found else ():
+            costs[each["name"]] = float(each["exec_time_us"])
         named = [costs[name] for name in ("indexing-cost-model", "sol", "") if name in costs]
         return 1e-6 * named[0] if named else 0.0
 

@@ -34,11 +34,10 @@ def require_compiler(target: CompileTarget) -> Mapping[str, str]:
         missing = [name for name, number in versions.items() if number is None]
         if missing:
             raise _missing(target, ", ".join(missing), "verify-gpu", f"--no-deps {fitting}")
-        wrong = [
-            f"{name} {versions[name]}"
-            for name in _GPU_PACKAGES[:2]
-            if versions[name] != jax_version
-        ]
+        wrong = []
+        for name in _GPU_PACKAGES[:2]:
+            if versions[name] != jax_version:
+                wrong.append(f"{name} {versions[name]}")
         if wrong:
             raise CompilerMissingError(
                 f"the compiler for {target.name} is {' and '.join(wrong)}, and JAX is"

@@ -31,11 +31,11 @@ class Factors:
 
     def splits(self, shape: Sequence[int]) -> Dims:
         """A factor that may be split for each dim of a shape."""
-        return tuple(self.split(size) for size in shape)
+        return tuple(map(self.split, shape))
 
     def wholes(self, shape: Sequence[int]) -> Dims:
         """A factor that must stay whole for each dim of a shape."""
-        return tuple(self.whole(size) for size in shape)
+        return tuple(map(self.whole, shape))
 
     def pair(self, before: int, after: int, *, same: bool) -> tuple[str, str]:
         """Letters of one dim before and after an operator: one factor that may be split if the dim

@@ -105,10 +105,9 @@ def _refine(
             for d in dims[1:]:
                 names[d] = f.whole(shape[d])
         return
-    letters = {
-        (start, end): major if end == shared else f.whole(end // start)
-        for start, end in zip(ends, ends[1:])
-    }
+    letters = {}
+    for start, end in zip(ends, ends[1:]):
+        letters[(start, end)] = major if end == shared else f.whole(end // start)
     for dims, shape, names in ((left, before, old), (right, after, new)):
         position = 1
         for d in dims:

@@ -214,9 +214,10 @@ class _Cut:
         """Refuse a second training that takes the updated parameters of the first."""
         for k in late:
             item = self.items[k]
-            passes = [
-                n for n in item.ops if self.graph.ops[n].phase in (Phase.FORWARD, Phase.BACKWARD)
-            ]
+            passes = []
+            for n in item.ops:
+                if self.graph.ops[n].phase in (Phase.FORWARD, Phase.BACKWARD):
+                    passes.append(n)
             if self._updates(item) and passes and any(map(self.own.differs, item.inputs)):
                 raise self._refusal(
                     "it trains a second time in the same step, after the first update, at"

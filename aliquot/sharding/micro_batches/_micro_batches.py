@@ -184,7 +184,7 @@ def _repeated(graph: Graph, known: MicroBatchPlan) -> MicroBatchPlan | None:
     calls: dict[Action, list[Call]] = {Action.EARLY: [], Action.LATE: []}
     for region in calls_of(graph.body):
         ops = [op for op in region.blocks[0].items if isinstance(op, int)]
-        together = {actions.get(op) for op in ops}
+        together = set(map(actions.get, ops))
         if together.isdisjoint(calls):
             continue
         if len(together) > 1:

@@ -284,7 +284,7 @@ class OwnResults:
         """
         if op.name in _RUNNING and op.params["axis"] in self._differing(op.inputs[0]):
             return None
-        differing = [self._differing(operand) for operand in op.inputs]
+        differing = list(map(self._differing, op.inputs))
         if op.name.startswith(("scatter", "dynamic_update")):
             # Updates for each example, or of some rows alone.
             updates = differing[2 if op.name.startswith("scatter") else 1]
@@ -317,12 +317,12 @@ class OwnResults:
         return not isinstance(operand, Literal) and self.rows_by_shape(operand) is not None
 
     def _call(self, call: Call) -> None:
-        given = [self.of(i) for i in call.inputs]
+        given = list(map(self.of, call.inputs))
         match call.kind:
             case "remat":
                 (block,) = call.blocks
                 self.walk(block.items)
-                made = [self.of(o) for o in block.outputs]
+                made = list(map(self.of, block.outputs))
             case "scan":
                 made = self._scan(call, given)
             case "while":
@@ -400,9 +400,9 @@ class OwnResults:
                 assert isinstance(inner, int)
                 self._own[inner] = own
             self.walk(block.items)
-            after = [
-                _joined(a, self.of(b)) for a, b in zip(carried, block.outputs[:count], strict=True)
-            ]
+            after = []
+            for a, b in zip(carried, block.outputs[:count], strict=True):
+                after.append(_joined(a, self.of(b)))
             if after == carried:
                 return carried
             carried = after

@@ -116,9 +116,9 @@ def _made_by(
     whole = () if parameter is None else graph.values[parameter].shape
     if len(set(parameters)) > 1 or graph.values[op.outputs[0]].shape != whole:
         return None
-    operands = [
-        known[i].number if isinstance(i, int) else (str(i.value), i.dtype) for i in op.inputs
-    ]
+    operands = []
+    for i in op.inputs:
+        operands.append(known[i].number if isinstance(i, int) else (str(i.value), i.dtype))
     return _Made(
         number=number((op.name, str(op.params), *operands)),
         parameter=parameter,

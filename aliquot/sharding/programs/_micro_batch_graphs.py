@@ -87,9 +87,10 @@ def cut_exactly(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
     early = subgraph(whole, [i.value for i in whole.inputs], needs.early_items, early_values)
     # The values of which each part gets a slice, each with its batch dim.
     candidates = [*(i.value for i in whole.inputs), *whole.constants, *early_values]
-    batch_dims = {
-        v: plan.specs[v].dim for v in candidates if plan.specs[v].kind is TimeKind.CONCATENATE
-    }
+    batch_dims = {}
+    for v in candidates:
+        if plan.specs[v].kind is TimeKind.CONCATENATE:
+            batch_dims[v] = plan.specs[v].dim
     return MicroBatchGraphs(
         early=early,
         # The constants of the step are inputs of the body, so that each part gets its slice of
@@ -331,9 +332,9 @@ class _Rewriter:
     def _block(self, block: Block, wanted: Sequence[ValueId]) -> Block:
         """A body whose results have the specs of the values that they become."""
         items = self.items(block.items)
-        outputs = [
-            self._match(o, target, items) for o, target in zip(block.outputs, wanted, strict=True)
-        ]
+        outputs = []
+        for o, target in zip(block.outputs, wanted, strict=True):
+            outputs.append(self._match(o, target, items))
         return replace(block, items=tuple(items), outputs=tuple(outputs))
 
     def _match(self, operand: Operand, target: ValueId, out: list[OpId | Call]) -> Operand:

@@ -360,8 +360,8 @@ class _Body:
         body = self._graphs.body
         if not draft.again or self._recompute.get(draft.stage) is None:
             return body, [item.op_or_call for item in draft.items]
-        again = {id(item) for item in draft.again}
-        assigned = {id(item) for item in draft.assigned}
+        again = set(map(id, draft.again))
+        assigned = set(map(id, draft.assigned))
         backward = [item for item in draft.items if id(item) in assigned]
         untied = {i.value for i in body.inputs if i.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
         untied |= {self._graphs.group, self._graphs.micro_batch}

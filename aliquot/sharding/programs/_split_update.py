@@ -36,7 +36,7 @@ class Update:
                 self._stage[k] = StageId(0)
         self._rounds: dict[tuple[StageId, ValueId], int] = {}
         self._last = staging.num_stages
-        self._round_of = self._late_as_can_be([self._item_round(k) for k in range(len(items))])
+        self._round_of = self._late_as_can_be(list(map(self._item_round, range(len(items)))))
         self.stage_of_value: dict[ValueId, StageId] = {
             o: self._stage[k] for o, k in self._maker.items() if self._stage[k] != SHARED
         }
@@ -141,9 +141,10 @@ class Update:
         programs = []
         for key in sorted(closed, key=lambda key: (key[1], key[0])):
             stage, number = key
-            inside = {
-                o for k in closed[key] for o in self._items[k].outputs if self._stage[k] == stage
-            }
+            inside: set[ValueId] = set()
+            for k in closed[key]:
+                if self._stage[k] == stage:
+                    inside.update(self._items[k].outputs)
             combines = tuple(sorted(v for v, where in combined_in.items() if where == key))
             elsewhere = {v for other, values in reads.items() if other != key for v in values}
             exports = (inside | set(combines)) & elsewhere | results.get(key, set())
