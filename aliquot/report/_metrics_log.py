@@ -203,9 +203,12 @@ class MetricsLog:
         for what in _ASIDE:
             if what in done.parts_s:
                 found[f"{what}_s"] = done.parts_s[what]
-        memory = [device.memory_stats() or {} for device in jax.local_devices()]
-        # Not all devices say what they have used.
-        peaks = [stats["peak_bytes_in_use"] for stats in memory if "peak_bytes_in_use" in stats]
+        peaks = []
+        for device in jax.local_devices():
+            stats = device.memory_stats() or {}
+            # Not all devices say what they have used.
+            if "peak_bytes_in_use" in stats:
+                peaks.append(stats["peak_bytes_in_use"])
         if peaks:
             found["memory_bytes"] = max(peaks)
         return found

@@ -100,8 +100,9 @@ def _fullest_stage(plan: Plan) -> MemorySeries | None:
             held[second] = count
     if not held or not prediction.in_flight:
         return None
-    places = [0.0, *(second for second in held if second > 0), trace.step_time_s]
-    counts = [held.get(0.0, 0), *(count for second, count in held.items() if second > 0), 0]
+    at_first = held.pop(0.0, 0)
+    places = [0.0, *held, trace.step_time_s]
+    counts = [at_first, *held.values(), 0]
     # The prediction holds the activations at the moment with the most micro-batches in flight.
     each_bytes = prediction.memory_bytes.get(_KEPT, 0.0) / prediction.in_flight
     parts = {}
