@@ -391,9 +391,11 @@ def _flatten(
             number = type(leaf) in (int, float) and not is_setting and path not in static_numbers
             if number:
                 numbers.append(path)
+                struct = compat.number_struct(leaf)
+                leaf = struct if shapes else np.asarray(leaf, struct.dtype)
             if number or is_array(leaf):
                 parts.append(where)
-                leaves.append(_number(leaf, shapes) if number else leaf)
+                leaves.append(leaf)
             else:
                 static_paths.append(path)
                 # Positions rise, so that inserting the statics in this order puts each where it
@@ -409,11 +411,6 @@ def _flatten(
         definition=definition,
         numbers=tuple(numbers),
     )
-
-
-def _number(number: int | float, shape_only: bool) -> Any:
-    struct = compat.number_struct(number)
-    return struct if shape_only else np.asarray(number, struct.dtype)
 
 
 def _rebuild(

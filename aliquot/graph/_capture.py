@@ -98,7 +98,12 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
 def _trace_with_numbers(
     calling: Calling, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Graph:
-    """The graph, with numbers static if the step needs their values."""
+    """The graph, with as few numbers static as the step needs the values of.
+
+    A number made static without need would break later calls: the step counter, for example, is a
+    Python number at first and an array after one step, and a plan refuses other values of static
+    arguments. Each number costs one more trace, so if there are many, all of them stay static.
+    """
     numbers = calling.call.numbers
     if not numbers:
         return build_graph(calling, calling.call.leaves)
@@ -111,7 +116,16 @@ def _trace_with_numbers(
         # branch. If it fails for another reason, this second trace raises the same error.
         calling = calling_of(fn, args, kwargs, static_numbers=frozenset(numbers))
         graph = build_graph(calling, calling.call.leaves)
-    return _with_fewest_static(fn, args, kwargs, numbers, graph)
+    static = frozenset(numbers)
+    for path in numbers if 1 < len(numbers) <= _MOST_TRIALS else ():
+        # Trace one more number; if that fails, the step needs its value, and it stays static.
+        calling = calling_of(fn, args, kwargs, static_numbers=static - {path})
+        try:
+            graph = build_graph(calling, calling.call.leaves)
+        except Exception:
+            continue
+        static -= {path}
+    return graph
 
 
 def _refuse_malformed_arrays(calling: Calling) -> None:
@@ -149,36 +163,6 @@ def _examples(calling: Calling) -> str:
     for path, (_, value) in zip(call.static_paths, call.statics, strict=True):
         others.append(f"{path}, a {type(value).__name__} and no array")
     return "; ".join([*arrays[-_MOST_LISTED:], *others[-_MOST_LISTED:]])
-
-
-def _with_fewest_static(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    numbers: Sequence[str],
-    graph: Graph,
-) -> Graph:
-    """The graph of a step that needs the values of some numbers, with as few static as possible.
-
-    A number made static without need would break later calls: the step counter, for example, is a
-    Python number at first and an array after one step, and a plan refuses other values of static
-    arguments. Each number costs one more trace, so if there are many, all of them stay static.
-
-    Args:
-        graph: the graph in which all `numbers` are static.
-    """
-    static = frozenset(numbers)
-    if not 1 < len(numbers) <= _MOST_TRIALS:
-        return graph
-    for path in numbers:
-        # Trace one more number; if that fails, the step needs its value, and it stays static.
-        calling = calling_of(fn, args, kwargs, static_numbers=static - {path})
-        try:
-            graph = build_graph(calling, calling.call.leaves)
-        except Exception:
-            continue
-        static -= {path}
-    return graph
 
 
 def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
@@ -312,7 +296,9 @@ def _numbered(loose: Graph, how: Recomputation) -> tuple[_Traced, Recomputation]
             (out,) = op.outputs
             if out not in from_regions:
                 # JAX folds it.
-                numbers[out] = _converted(inputs[0], loose.values[out].dtype)
+                dtype, literal = loose.values[out].dtype, inputs[0]
+                value = np.asarray(literal.value).astype(jnp.dtype(dtype))[()]
+                numbers[out] = structs.replace(literal, value=value, dtype=dtype)
                 places.append(None)
                 continue
         outputs = tuple([NO_VALUE if o < 0 else number(o) for o in op.outputs])
@@ -339,11 +325,6 @@ def _numbered(loose: Graph, how: Recomputation) -> tuple[_Traced, Recomputation]
         constants=constants,
     )
     return traced, replace(how, op_origins=tuple(ops), value_origins=tuple(origins))
-
-
-def _converted(literal: Literal, dtype: str) -> Literal:
-    value = np.asarray(literal.value).astype(jnp.dtype(dtype))[()]
-    return Literal(value=value, shape=literal.shape, dtype=dtype, memory=literal.memory)
 
 
 @contextlib.contextmanager
@@ -391,23 +372,22 @@ def _in_phases(
 ) -> tuple[Op, ...]:
     """The operators, each with its phase."""
     phases = assign_phases(drafts, num_values, decided)
-    return tuple(
-        [
-            Op(
-                index=OpId(index),
-                name=draft.name,
-                inputs=draft.inputs,
-                outputs=draft.outputs,
-                params=draft.params,
-                phase=phase,
-                scope=draft.scope,
-                trips=draft.trips,
-                eqn=draft.eqn,
-                region=draft.region,
-            )
-            for index, (draft, phase) in enumerate(zip(drafts, phases, strict=True))
-        ]
-    )
+    ops = []
+    for index, (draft, phase) in enumerate(zip(drafts, phases, strict=True)):
+        op = Op(
+            index=OpId(index),
+            name=draft.name,
+            inputs=draft.inputs,
+            outputs=draft.outputs,
+            params=draft.params,
+            phase=phase,
+            scope=draft.scope,
+            trips=draft.trips,
+            eqn=draft.eqn,
+            region=draft.region,
+        )
+        ops.append(op)
+    return tuple(ops)
 
 
 def _inputs(

@@ -134,7 +134,11 @@ class _Replay:
         return list(map(self._read, block.outputs))
 
     def _read(self, operand: Operand) -> Any:
-        return _array(operand) if isinstance(operand, Literal) else self.env[operand]
+        if not isinstance(operand, Literal):
+            return self.env[operand]
+        # As an array, because a plain Python number would take its dtype from other operands.
+        value = operand.value
+        return value if hasattr(value, "dtype") else np.asarray(value, np.dtype(operand.dtype))
 
     def _enter(self, indices: Sequence[Operand], arrays: Sequence[Any]) -> None:
         for index, array in zip(indices, arrays, strict=True):
@@ -251,11 +255,3 @@ class _Replay:
         index = any_row(arrays[0]) if is_check(call.eqn) else arrays[0]
         results: Sequence[Any] = jax.lax.switch(index, list(map(branch, call.blocks)))
         return results
-
-
-def _array(literal: Literal) -> Any:
-    """A literal as an array, because a plain Python number would take its dtype from other operands
-    instead of the literal.
-    """
-    value = literal.value
-    return value if hasattr(value, "dtype") else np.asarray(value, np.dtype(literal.dtype))

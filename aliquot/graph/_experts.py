@@ -506,16 +506,12 @@ def _differentiable(activation: Activation, *arrays: Any) -> Any:
     return _forward.bind(*arrays, activation=activation)
 
 
-def _forward_keeping(activation: Activation, *arrays: Any) -> tuple[Any, tuple[Any, ...]]:
-    return _differentiable(activation, *arrays), arrays
-
-
 def _gradients(activation: Activation, arrays: tuple[Any, ...], gradient: Any) -> tuple[Any, ...]:
     tokens, weights, *matrices = _backward.bind(*arrays, gradient, activation=activation)
     return tokens, None, weights, *matrices
 
 
-_differentiable.defvjp(_forward_keeping, _gradients)
+_differentiable.defvjp(lambda *given: (_differentiable(*given), given[1:]), _gradients)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

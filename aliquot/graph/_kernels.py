@@ -74,7 +74,19 @@ def kernel_of(params: Mapping[str, Any], tables: Sequence[Any] = ()) -> Kernel:
         arrays.append(tuple(w if w.grid_dim in free else whole for w in walks))
     # Operands that only choose blocks (scalar prefetch) come first, and have no blocks themselves.
     chosen = [() for _ in range(mapping.num_index_operands)]
-    flops, accessed_bytes, scores = _price(params, grid, tables)
+    counted = kernel_arithmetic(params, grid, tables)
+    scores = None
+    if counted.exponentials and counted.products > 1:
+        # Fused attention: a softmax between two products, or its gradients, which take more.
+        scores = Scores(is_backward=counted.products > 2)
+    flops, accessed_bytes = counted.flops, 0.0
+    estimate = params.get("cost_estimate")
+    if estimate is not None:
+        flops = float(estimate.flops + _TRANSCENDENTAL_FLOPS * estimate.transcendentals)
+        if counted.flops < counted.unconditional:
+            # Estimates do not know which runs skip their work.
+            flops = min(flops, counted.flops)
+        accessed_bytes = float(estimate.bytes_accessed)
     return Kernel(
         grid=grid,
         operands=(*chosen, *arrays[: mapping.num_inputs]),
@@ -222,26 +234,6 @@ def _asked(params: Mapping[str, Any], grid: Sequence[int]) -> frozenset[int]:
             # Runs may wait for one another or must happen in order, so no dim can be cut.
             return frozenset(range(len(grid)))
     return frozenset(asked)
-
-
-def _price(
-    params: Mapping[str, Any], grid: Sequence[int], tables: Sequence[Any]
-) -> tuple[float, float, Scores | None]:
-    """FLOPs and bytes of all runs, and the scores if the kernel is fused attention: a softmax
-    between two products, or its gradients, which take more.
-    """
-    counted = kernel_arithmetic(params, grid, tables)
-    scores = None
-    if counted.exponentials and counted.products > 1:
-        scores = Scores(is_backward=counted.products > 2)
-    estimate = params.get("cost_estimate")
-    if estimate is None:
-        return counted.flops, 0.0, scores
-    flops = float(estimate.flops + _TRANSCENDENTAL_FLOPS * estimate.transcendentals)
-    if counted.flops < counted.unconditional:
-        # Estimates do not know which runs skip their work.
-        flops = min(flops, counted.flops)
-    return flops, float(estimate.bytes_accessed), scores
 
 
 def _equations(body: Any) -> Iterator[Any]:

@@ -227,20 +227,14 @@ def _attention(
     for item in items:
         if _is_of_weights(graph, item, known):
             known.update(item.outputs)
-        for name, operands in _products(graph, item):
-            if name in FUSED_ATTENTION or known.isdisjoint(operands):
+        for op in (graph.ops[k] for k in item.ops):
+            # Products of a loop read the loop's operands.
+            operands = item.inputs if isinstance(item.op_or_call, Call) else op.inputs[:2]
+            plain = traits_of(op.name).multiplies and known.isdisjoint(operands)
+            if plain or op.name in FUSED_ATTENTION:
                 found.append(item)
                 break
     return tuple(found)
-
-
-def _products(graph: Graph, item: Item) -> Iterator[tuple[str, tuple[Operand, ...]]]:
-    """Products in an item, with their operands; those of a loop read the loop's operands."""
-    for k in item.ops:
-        op = graph.ops[k]
-        if op.name in FUSED_ATTENTION or traits_of(op.name).multiplies:
-            inside = isinstance(item.op_or_call, Call)
-            yield op.name, item.inputs if inside else op.inputs[:2]
 
 
 def _saved(

@@ -63,21 +63,16 @@ def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
                 if type(i) is not Literal:
                     read[i] = 1
         # Until it is wrapped, a raw key is an array of numbers like any other, so look backwards.
-        if op.name == "random_wrap" or (
-            _hands_on_keys(op.name) and any(key[o] for o in op.outputs if o >= 0)
-        ):
+        moves = traits_of(op.name).moves
+        # A raw key may be cut out of an array of keys before it is used.
+        hands_on = op.name in ("tie", "scan_slice") or (
+            moves is not None and (moves.permutes or moves is Moves.SELECT)
+        )
+        if op.name == "random_wrap" or (hands_on and any(key[o] for o in op.outputs if o >= 0)):
             for i in op.inputs if op.name == "tie" else op.inputs[:1]:
                 if type(i) is not Literal:
                     key[i] = 1
     return Reach(read=read, forward=forward, backward=backward, learned=learned, key=key)
-
-
-def _hands_on_keys(primitive: str) -> bool:
-    # A raw key may be cut out of an array of keys before it is used.
-    moves = traits_of(primitive).moves
-    return primitive in ("tie", "scan_slice") or (
-        moves is not None and (moves.permutes or moves is Moves.SELECT)
-    )
 
 
 def _is_floating(value: Value) -> bool:
@@ -174,20 +169,15 @@ def assign_roles(
     that the forward pass never reads is optimizer state; other state is running statistics, random
     keys, loss scales and the like.
     """
-    integers = [
-        item
-        for item in inputs
-        if item.path not in batch
-        and values[item.value].shape
-        and not _is_floating(values[item.value])
-        and not reach.key[item.value]
-    ]
+    has_integers, new = False, set()
+    for item in inputs:
+        value = values[item.value]
+        if item.path in batch:
+            new.add(item.value)
+        elif value.shape and not _is_floating(value) and not reach.key[item.value]:
+            has_integers = True
     # Few steps have any.
-    weights = (
-        _weights(ops, values, {item.value for item in inputs if item.path in batch})
-        if integers
-        else bytearray(len(values))
-    )
+    weights = _weights(ops, values, new) if has_integers else bytearray(len(values))
 
     def role(item: Input) -> Role:
         value = values[item.value]
@@ -259,16 +249,11 @@ def batch_paths(
     found = set()
     for items in fresh:
         for i in items:
-            if reach.key[i.value] and _is_key_array(values[i.value], size):
+            value = values[i.value]
+            # A raw key is itself an array, of two or four numbers.
+            dims = value.shape if value.dtype.startswith("key<") else value.shape[:-1]
+            if reach.key[i.value] and dims[:1] == (size,):
                 found.add(i.path)
     for sizes in sized:
         found |= {path for path, length in sizes.items() if length == size}
     return found
-
-
-def _is_key_array(value: Value, size: int) -> bool:
-    """True if a value is an array of `size` keys; a raw key is itself an array, of two or four
-    numbers.
-    """
-    dims = value.shape if value.dtype.startswith("key<") else value.shape[:-1]
-    return dims[:1] == (size,)

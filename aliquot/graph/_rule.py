@@ -180,7 +180,14 @@ class DimRule:
         """Its short form, with "." for each dim that stays whole: `"a.,b->ab"`."""
 
         def side(arrays: Sequence[Dims]) -> str:
-            return ",".join(["".join(map(_dim_text, dims)) for dims in arrays])
+            texts = []
+            for dims in arrays:
+                text = ""
+                for names in dims:
+                    shown = names if len(names) == 1 else f"({names})"
+                    text += shown if any(map(str.islower, names)) else "."
+                texts.append(text)
+            return ",".join(texts)
 
         return f"{side(self.operands)}->{side(self.results)}"
 
@@ -189,12 +196,6 @@ class DimRule:
         """Floating-point operations of the whole operator."""
         # Factors of size 0 are skipped: an operand without elements stands for one not given.
         return self.flops_per_point * math.prod(size for size in self.sizes.values() if size)
-
-
-def _dim_text(names: str) -> str:
-    if not any(c.islower() for c in names):
-        return "."
-    return names if len(names) == 1 else f"({names})"
 
 
 def rule(
@@ -349,7 +350,7 @@ def whole(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]]) -> D
 # Upper-case characters beyond the alphabet, for opaque operators with many operands.
 _WHOLE = (
     list(map(chr, range(ord("A"), ord("Z") + 1)))
-    + [chr(c) for c in range(0x391, 0x3AA) if chr(c).isupper()]
+    + list(filter(str.isupper, map(chr, range(0x391, 0x3AA))))
     + list(map(chr, range(0x410, 0x430)))
     + list(map(chr, range(0x10400, 0x10428)))
     + list(map(chr, range(0x104B0, 0x104D4)))

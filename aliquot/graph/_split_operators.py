@@ -21,9 +21,12 @@ def write_operator(emission: Emission, op: Op, place: Place) -> None:
         v in arrays.stacked for v in (*op.inputs, *op.outputs) if isinstance(v, int)
     ):
         rule = local_rule(op, emission.graph.values, arrays.rows)
-    if rule is not None and _in_pieces(emission, op, rule):
-        _write_local(emission, op, rule, place)
-        return
+    if rule is not None:
+        operands = zip(op.inputs, rule.operands, strict=True)
+        for v, has_rows in (*operands, *zip(op.outputs, rule.results, strict=True)):
+            if isinstance(v, int) and has_rows and v in arrays.stacked:
+                _write_local(emission, op, rule, place)
+                return
     avals = [v.aval for v in op.eqn.invars]
     inputs = []
     for i, a in zip(op.inputs, avals, strict=True):
@@ -31,17 +34,6 @@ def write_operator(emission: Emission, op: Op, place: Place) -> None:
     outputs = [arrays.new(o) if o >= 0 else NO_VALUE for o in op.outputs]
     write(emission, op, place, op.eqn, inputs, outputs)
     define_all(emission, op.outputs, outputs, place, op, op.eqn)
-
-
-def _in_pieces(emission: Emission, op: Op, rule: Local) -> bool:
-    both = [
-        *zip(op.inputs, rule.operands, strict=True),
-        *zip(op.outputs, rule.results, strict=True),
-    ]
-    for v, has_rows in both:
-        if isinstance(v, int) and has_rows and v in emission.arrays.stacked:
-            return True
-    return False
 
 
 def _write_local(emission: Emission, op: Op, rule: Local, place: Place) -> None:

@@ -59,8 +59,28 @@ def stacked_values(graph: Graph, length: int) -> frozenset[ValueId]:
             for v in _stacked_operands(call):
                 if isinstance(v, int):
                     seeds.append(v)
-    _check(graph, length, can_be_cut=bool(seeds))
-    return tied_values(graph, length, seeds)
+    nested = _over_parameters(graph, list(_nested_scans(graph, graph.body, False)))
+    if any(call.eqn.params["length"] == length for call in nested):
+        raise InputError(
+            f"{graph.name} runs its scan over {length} layers inside another loop (its own"
+            " accumulation over micro-batches, perhaps), and a loop cannot pass from one stage to"
+            " the next and back. Write the step for the whole batch and let num_micro_batches"
+            " cut it."
+        )
+    if seeds:
+        return tied_values(graph, length, seeds)
+    lengths = sorted({scan.length for scan in scans_over_layers(graph)})
+    if lengths:
+        raise InputError(
+            f"Ranges of {length} layers were asked for, but {graph.name} scans over"
+            f" {' and '.join(map(str, lengths))} layers: ranges must cover all of them. Let bounds"
+            f" end at {lengths[0]}."
+        )
+    raise InputError(
+        f"{graph.name} has no scan over layers, so nothing in it can be cut into ranges of {length}"
+        " layers: no jax.lax.scan of the step takes stacked parameters as its xs. Write the layers"
+        " as such a scan, or cut the unrolled step as it is."
+    )
 
 
 def tied_values(graph: Graph, length: int, seeds: Iterable[ValueId]) -> frozenset[ValueId]:
@@ -169,7 +189,12 @@ def _of_parameters(graph: Graph, length: int) -> set[ValueId]:
 def forward_scans(graph: Graph) -> list[Call]:
     """The scans over layers of the forward pass."""
     calls = [c for c in _flat(graph, graph.body) if isinstance(c, Call) and c.kind == "scan"]
-    return [c for c in _over_parameters(graph, calls) if not _holds_backward(graph, c)]
+    scans = []
+    for call in _over_parameters(graph, calls):
+        phases = {op.phase for op in _inside(graph, call)}
+        if phases.isdisjoint((Phase.BACKWARD, Phase.UPDATE)):
+            scans.append(call)
+    return scans
 
 
 def _over_parameters(graph: Graph, calls: Sequence[Call]) -> list[Call]:
@@ -183,10 +208,6 @@ def _over_parameters(graph: Graph, calls: Sequence[Call]) -> list[Call]:
         ):
             found.append(call)
     return found
-
-
-def _holds_backward(graph: Graph, call: Call) -> bool:
-    return any(op.phase in (Phase.BACKWARD, Phase.UPDATE) for op in _inside(graph, call))
 
 
 def _inside(graph: Graph, call: Call) -> Iterator[Op]:
@@ -206,29 +227,3 @@ def _nested_scans(graph: Graph, block: Block, in_loop: bool) -> Iterator[Call]:
                 yield item
             for inner in item.blocks:
                 yield from _nested_scans(graph, inner, in_loop or not opens(item))
-
-
-def _check(graph: Graph, length: int, *, can_be_cut: bool) -> None:
-    """Raise `InputError` if a scan over `length` layers is in a loop, or if nothing can be cut."""
-    nested = _over_parameters(graph, list(_nested_scans(graph, graph.body, False)))
-    if any(call.eqn.params["length"] == length for call in nested):
-        raise InputError(
-            f"{graph.name} runs its scan over {length} layers inside another loop (its own"
-            " accumulation over micro-batches, perhaps), and a loop cannot pass from one stage to"
-            " the next and back. Write the step for the whole batch and let num_micro_batches"
-            " cut it."
-        )
-    if can_be_cut:
-        return
-    lengths = sorted({scan.length for scan in scans_over_layers(graph)})
-    if lengths:
-        raise InputError(
-            f"Ranges of {length} layers were asked for, but {graph.name} scans over"
-            f" {' and '.join(map(str, lengths))} layers: ranges must cover all of them. Let bounds"
-            f" end at {lengths[0]}."
-        )
-    raise InputError(
-        f"{graph.name} has no scan over layers, so nothing in it can be cut into ranges of {length}"
-        " layers: no jax.lax.scan of the step takes stacked parameters as its xs. Write the layers"
-        " as such a scan, or cut the unrolled step as it is."
-    )

@@ -209,7 +209,12 @@ def _write_remat(emission: Emission, call: Call, place: Place) -> None:
 
 def _write_cond(emission: Emission, call: Call, place: Place) -> None:
     if not opens(call):
-        _write_platform_branches(emission, call, place)
+        operands = _read_all(emission, call, call.inputs, 0, place)
+        whole = [_loop_body(emission, block, operands[1:], place) for block in call.blocks]
+        made = list(map(emission.arrays.new, call.outputs))
+        for k, (old, new) in enumerate(zip(call.outputs, made, strict=True)):
+            write_link(emission, old, place, [block.outputs[k] for block in whole], new)
+        _write_whole(emission, call, whole, operands, made, place)
         return
     (which,) = _read_all(emission, call, call.inputs[:1], 0, place)
     blocks = [_body(emission, block, place.body(place.region)) for block in call.blocks]
@@ -221,12 +226,3 @@ def _write_cond(emission: Emission, call: Call, place: Place) -> None:
             results.append(new)
     inputs = (which, *blocks[0].inputs)
     place.items.append(replace(call, blocks=tuple(blocks), inputs=inputs, outputs=tuple(results)))
-
-
-def _write_platform_branches(emission: Emission, call: Call, place: Place) -> None:
-    operands = _read_all(emission, call, call.inputs, 0, place)
-    blocks = [_loop_body(emission, block, operands[1:], place) for block in call.blocks]
-    results = list(map(emission.arrays.new, call.outputs))
-    for k, (old, new) in enumerate(zip(call.outputs, results, strict=True)):
-        write_link(emission, old, place, [block.outputs[k] for block in blocks], new)
-    _write_whole(emission, call, blocks, operands, results, place)

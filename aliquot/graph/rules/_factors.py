@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-from .._rule import DimRule, Dims, Exchange, Inside, Ring, Scores
+from .._rule import DimRule, Dims
 
 
 class Factors:
@@ -58,39 +59,24 @@ class Factors:
         operands: Sequence[Dims],
         results: Sequence[Dims],
         *,
-        linear: tuple[int, ...] = (),
-        reduce: str = "sum",
-        contracts: bool = False,
-        flops_per_point: float = 0.0,
-        accessed_bytes: float = 0.0,
-        scores: Scores | None = None,
-        summed: frozenset[int] = frozenset(),
-        partial: frozenset[int] = frozenset(),
-        ring: Ring | None = None,
-        exchange: Exchange | None = None,
-        inside: Sequence[Inside] = (),
         exchanged: Iterable[Iterable[str]] = (),
+        **others: Any,
     ) -> DimRule:
-        """The rule, with the sizes of all factors handed out."""
+        """The rule, with the sizes of all factors handed out; `others` are fields of `DimRule`."""
         # Dims of size one have no factor.
         exchanges = (frozenset(names) - {"1"} for names in exchanged)
         return DimRule(
             operands=tuple(operands),
             results=tuple(results),
             sizes=self.sizes,
-            linear=linear,
-            reduce=reduce,
-            contracts=contracts,
-            flops_per_point=flops_per_point,
-            accessed_bytes=accessed_bytes,
-            scores=scores,
-            summed=summed,
-            partial=partial,
-            ring=ring,
-            exchange=exchange,
-            inside=tuple(inside),
-            exchanged=tuple(names for names in exchanges if names),
+            exchanged=tuple(filter(None, exchanges)),
+            **others,
         )
+
+
+def merged(*parts: str) -> str:
+    """One dim of several factors, major first."""
+    return "".join(part for part in parts if part != "1") or "1"
 
 
 def _letters(first: str, wanted: Callable[[str], bool]) -> Iterator[str]:

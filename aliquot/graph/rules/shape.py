@@ -12,7 +12,7 @@ from typing import Any
 
 from .._rule import DimRule, Dims, HasShape, register_dim_rule
 from .._traits import Moves, Traits, leading_size, same_parameters
-from ._factors import Factors
+from ._factors import Factors, merged
 
 _ROW_BY_ROW = Traits(on_rows=same_parameters)
 
@@ -30,11 +30,17 @@ def _reshape(
     which the operand's dims are read.
     """
     shape, after = operands[0].shape, results[0]
+    f = Factors()
     if math.prod(shape) == 0:
-        return _empty_reshape(shape, after)
+        # The leading dims that both sides have in common pass on their splits.
+        same = 0
+        while same < min(len(shape), len(after)) and shape[same] == after[same] != 0:
+            same += 1
+        lead = f.splits(shape[:same])
+        old_dims, new_dims = f.wholes(shape[same:]), f.wholes(after[same:])
+        return f.rule(((*lead, *old_dims),), ((*lead, *new_dims),), linear=(1,))
     order = params.get("dimensions") or tuple(range(len(shape)))
     before = tuple(shape[d] for d in order)
-    f = Factors()
     old, new = ["1"] * len(before), ["1"] * len(after)
     runs = _groups(before, after)
     for left, right in runs:
@@ -46,21 +52,6 @@ def _reshape(
             exchanged.append("".join((*(old[d] for d in left), *(new[d] for d in right))))
     read = tuple(by_dim[d] for d in range(len(shape)))
     return f.rule((read,), (tuple(new),), linear=(1,), exchanged=exchanged)
-
-
-def _empty_reshape(shape: Sequence[int], after: Sequence[int]) -> DimRule:
-    """A reshape of an array without elements: the leading dims that both sides have in common pass
-    on their splits.
-    """
-    f = Factors()
-    same = next(
-        (d for d, (a, b) in enumerate(zip(shape, after)) if a != b or a == 0),
-        min(len(shape), len(after)),
-    )
-    lead = f.splits(shape[:same])
-    return f.rule(
-        ((*lead, *f.wholes(shape[same:])),), ((*lead, *f.wholes(after[same:])),), linear=(1,)
-    )
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -101,7 +92,7 @@ def _refine(
         # The two sides have no common refinement: after the shared factor, each side has its own
         # factors, which stay whole.
         for dims, shape, names in ((left, before, old), (right, after, new)):
-            names[dims[0]] = _merged(major, f.whole(shape[dims[0]] // shared))
+            names[dims[0]] = merged(major, f.whole(shape[dims[0]] // shared))
             for d in dims[1:]:
                 names[d] = f.whole(shape[d])
         return
@@ -113,12 +104,8 @@ def _refine(
         for d in dims:
             stop = position * shape[d]
             parts = [letters[s, e] for s, e in zip(ends, ends[1:]) if position <= s and e <= stop]
-            names[d] = _merged(*parts)
+            names[d] = merged(*parts)
             position = stop
-
-
-def _merged(*parts: str) -> str:
-    return "".join(part for part in parts if part != "1") or "1"
 
 
 def _boundaries(shape: Sequence[int], dims: Sequence[int]) -> set[int]:
