@@ -44,6 +44,7 @@ from ._types import (
     Role,
     Value,
     ValueId,
+    value_ids,
 )
 
 # The most traces of a step that are spent on finding which of its numbers must be static.
@@ -270,7 +271,7 @@ def _numbered(loose: Graph, how: Recomputation) -> tuple[_Traced, Recomputation]
             sequence.append((loose.ops[item], 0, loose.ops[item].scope))
     reads = [op.inputs for op, _, _ in sequence]
     returned = [output.value for output in loose.outputs]
-    is_read = {i for i in itertools.chain(returned, *reads) if type(i) is not Literal}
+    is_read = set(value_ids(itertools.chain(returned, *reads)))
     numbers: dict[ValueId, Operand] = {}
     values: list[Value] = []
     origins: list[ValueId] = []

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import structs
 
 from ._rule import traits_of
-from ._types import Call, Graph, Input, Literal, OpId, Phase, Role, ValueId
+from ._types import Call, Graph, Input, OpId, Phase, Role, ValueId, value_ids
 
 # Floating point operations that take about as long as moving one byte, on GPUs and TPUs of the last
 # ten years.
@@ -51,7 +51,7 @@ def is_from_another_stage(item: Input) -> bool:
 
 def items_of(graph: Graph) -> tuple[Item, ...]:
     """All items of a step, in program order."""
-    parameter = {i.value for i in graph.inputs if i.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
+    parameter = graph.inputs_of(Role.PARAMETER, Role.OPTIMIZER_STATE)
     # For each value, bits for what it depends on: parameters (1), the batch (2), or anything that
     # only one stage computes (4).
     sees = [0] * len(graph.values)
@@ -114,7 +114,7 @@ def _item(graph: Graph, op_or_call: OpId | Call, sees: list[int]) -> Item:
     inside = tuple(ops_inside(op_or_call)) if isinstance(op_or_call, Call) else (op_or_call,)
     inputs = reads_of(graph, op_or_call)
     made = op_or_call.outputs if isinstance(op_or_call, Call) else graph.ops[op_or_call].outputs
-    outputs = tuple([o for o in made if o >= 0])
+    outputs = tuple(value_ids(made))
     reads = 0
     for i in inputs:
         reads |= sees[i]
@@ -147,7 +147,7 @@ def links_around(graph: Graph, call: Call) -> set[OpId]:
     ends = set(call.outputs)
     links: set[OpId] = set()
     for block in call.blocks:
-        ends.update(i for i in block.inputs if isinstance(i, int))
+        ends.update(value_ids(block.inputs))
         for item in block.items:
             if isinstance(item, Call):
                 links |= links_around(graph, item)
@@ -178,7 +178,7 @@ def plain_item(graph: Graph, op_or_call: OpId | Call, phase: Phase) -> Item:
     return Item(
         op_or_call=op_or_call,
         inputs=reads_of(graph, op_or_call),
-        outputs=tuple([o for o in outputs if o >= 0]),
+        outputs=tuple(value_ids(outputs)),
         ops=tuple(ops_inside(op_or_call)),
         phase=phase,
         shared=False,
@@ -190,13 +190,11 @@ def reads_of(graph: Graph, op_or_call: OpId | Call) -> tuple[ValueId, ...]:
     directly.
     """
     if not isinstance(op_or_call, Call):
-        return tuple(
-            dict.fromkeys([i for i in graph.ops[op_or_call].inputs if type(i) is not Literal])
-        )
-    read = [i for i in op_or_call.inputs if isinstance(i, int)]
+        return tuple(dict.fromkeys(value_ids(graph.ops[op_or_call].inputs)))
+    read = value_ids(op_or_call.inputs)
     for block in op_or_call.blocks:
         # Remat bodies may read values around them that are no operands of the call.
-        bound = {i for i in block.inputs if isinstance(i, int)}
+        bound = set(value_ids(block.inputs))
         for item in block.items:
             read += [i for i in reads_of(graph, item) if i not in bound]
             bound.update(item.outputs if isinstance(item, Call) else graph.ops[item].outputs)
@@ -223,8 +221,7 @@ def rough_costs(graph: Graph, items: Sequence[Item]) -> list[float]:
     for item in items:
         weights = []
         for op in (graph.ops[k] for k in item.ops):
-            arrays = [sizes[i] for i in op.inputs if type(i) is not Literal]
-            arrays += [sizes[o] for o in op.outputs if o >= 0]
+            arrays = [sizes[v] for v in value_ids((*op.inputs, *op.outputs))]
             # A link moves one row of a stack in each turn.
             moved = min(arrays, default=0) if op.is_link else sum(arrays)
             flops = 0.0

@@ -178,7 +178,7 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
             )
     places = {item.op_or_call for item in items if not isinstance(item.op_or_call, Call)}
     calls = {id(item.op_or_call) for item in items if isinstance(item.op_or_call, Call)}
-    leaving = {o.value for o in graph.outputs if isinstance(o.value, int)}
+    leaving = graph.returned
     for item in items_of(graph):
         if (
             item.op_or_call not in places

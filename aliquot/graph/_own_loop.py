@@ -20,7 +20,7 @@ from ._dataflow import items_of, links_around, ops_inside, read_by
 from ._effects import any_effects
 from ._extract import Extract, with_items
 from ._rule import traits_of
-from ._types import Block, Call, Graph, Op, Operand, OpId, Phase, Role, ValueId
+from ._types import Block, Call, Graph, Op, Operand, OpId, Phase, Role, ValueId, value_ids
 
 
 class OwnLoop(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ def _own_loop(graph: Graph, call: Call) -> OwnLoop | None:
     if turns < 2 or not backward or any_effects(call, graph):
         return None
     # Each turn takes the next rows of the batch, and nothing else that differs between turns.
-    batch = {i.value for i in graph.inputs if i.role is Role.BATCH}
+    batch = graph.inputs_of(Role.BATCH)
     rows: dict[ValueId, ValueId] = {}
     cuts: set[OpId] = set()
     for outer, part in zip(
@@ -121,10 +121,11 @@ def _own_loop(graph: Graph, call: Call) -> OwnLoop | None:
             sums[op.outputs[0]] = each
             sum_ops.add(op.index)
             added.add(each)
-    returned = {o.value for o in graph.outputs}
-    calls = [c for c in graph.body.items if isinstance(c, Call) and c is not call]
-    stacks = set(call.outputs[num_carry:])
-    if stacks & returned or any(stacks & set(c.inputs) for c in calls) or not rows or not added:
+    read = graph.returned
+    for item in graph.body.items:
+        if isinstance(item, Call) and item is not call:
+            read.update(value_ids(item.inputs))
+    if not read.isdisjoint(call.outputs[num_carry:]) or not rows or not added:
         return None
     return OwnLoop(
         call=call,
@@ -195,17 +196,14 @@ def in_one_turn(graph: Graph, larger: Graph) -> Extract:
         outputs=tuple([o.value for o in outputs]),
     )
     whole = replace(graph, ops=tuple(ops), values=tuple(values), body=body, outputs=outputs)
-    needed = {*read_by(items_of(whole))}
-    needed |= {o.value for o in outputs if isinstance(o.value, int)}
-    return with_items(
-        whole,
-        [
-            item
-            for item in items_of(whole)
-            # The batch is no longer cut for the loop.
-            if item.op_or_call not in loop.cuts or not needed.isdisjoint(item.outputs)
-        ],
-    )
+    every = items_of(whole)
+    needed = {*read_by(every), *whole.returned}
+    kept = []
+    for each in every:
+        # The batch is no longer cut for the loop.
+        if each.op_or_call not in loop.cuts or not needed.isdisjoint(each.outputs):
+            kept.append(each)
+    return with_items(whole, kept)
 
 
 def _ops_of(graph: Graph, block: Block) -> set[OpId]:

@@ -44,6 +44,7 @@ from ._types import (
     Role,
     Value,
     ValueId,
+    value_ids,
 )
 
 Places: TypeAlias = tuple[tuple[int, int], ...]
@@ -84,8 +85,7 @@ def recomputing(
         items = [pieces.get(id(item), item) for item in items]
     else:
         items = _with_regions(loose, sites, name)
-    wanted = {output.value for output in graph.outputs if isinstance(output.value, int)}
-    body = replace(graph.body, items=tuple(_live(loose, items, wanted)))
+    body = replace(graph.body, items=tuple(_live(loose, items, graph.returned)))
     again = replace(graph, values=tuple(loose.values), ops=tuple(loose.ops), body=body)
     how = Recomputation(
         name=name,
@@ -146,7 +146,7 @@ def _sites(graph: Graph, places: Places | None) -> _Sites:
     if Phase.BACKWARD not in phases or any(op.region for op in graph.ops):
         return _Sites()
     items = items_of(graph)
-    weights = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
+    weights = graph.inputs_of(Role.PARAMETER)
     for item in items:
         if _is_of_weights(graph, item, weights) and item.phase is not Phase.UPDATE:
             weights.update(item.outputs)
@@ -349,7 +349,7 @@ class _Loose:
             )
             names |= made
             return index
-        around = {i for i in item.inputs if isinstance(i, int)}
+        around = set(value_ids(item.inputs))
         inputs = _renamed(item.inputs, names)
         blocks = []
         inner = dict(names)
@@ -368,7 +368,7 @@ class _Loose:
         """The operator or call, reading other values."""
         if not isinstance(item, Call):
             op = self.ops[item]
-            if names.keys().isdisjoint(i for i in op.inputs if isinstance(i, int)):
+            if names.keys().isdisjoint(value_ids(op.inputs)):
                 return item
             index = OpId(len(self.ops))
             self.op_origins.append(self.op_origins[item])
@@ -450,7 +450,7 @@ def _with_regions(loose: _Loose, sites: _Sites, name: str) -> list[OpId | Call]:
 def _closed(loose: _Loose, written: Sequence[OpId | Call | _Region]) -> list[OpId | Call]:
     """The items, with regions as calls whose results are what others read."""
     inside = replace(loose.graph, ops=tuple(loose.ops))
-    uses = Counter(output.value for output in inside.outputs if isinstance(output.value, int))
+    uses = Counter(value_ids([output.value for output in inside.outputs]))
     reads: list[Counter[ValueId]] = []
     for each in written:
         parts = each.items if isinstance(each, _Region) else [each]
@@ -471,7 +471,7 @@ def _closed(loose: _Loose, written: Sequence[OpId | Call | _Region]) -> list[OpI
 def _made(loose: _Loose, items: Iterable[OpId | Call]) -> dict[ValueId, None]:
     """The values that items make, in order."""
     results = (i.outputs if isinstance(i, Call) else loose.ops[i].outputs for i in items)
-    return dict.fromkeys(o for o in itertools.chain(*results) if o >= 0)
+    return dict.fromkeys(value_ids(itertools.chain(*results)))
 
 
 def _remat(
@@ -500,7 +500,7 @@ def _recomputed(graph: Graph, sites: _Sites, name: str) -> tuple[list[list[Item]
     for n, layer in enumerate(sites.layers):
         in_layer.update(dict.fromkeys(map(id, layer.forward), n))
         owner.update(dict.fromkeys(made_by(layer.forward), n))
-    kept: set[ValueId] = {o.value for o in graph.outputs if isinstance(o.value, int)}
+    kept = graph.returned
     wanted: set[ValueId] = set()
     for item in sites.items:
         for value in item.inputs:
@@ -617,7 +617,7 @@ def _with_less_kept(
         if stack not in dropped
     ]
     ends = [*block.outputs[:num_carry], *(inner for _, inner in kept), *(v for _, v in new_stacks)]
-    alive = {value for value in ends if isinstance(value, int)}
+    alive = set(value_ids(ends))
     first = replace(
         forward,
         eqn=compat.loop_like(forward.eqn, num_carry, num_consts, scope=_scope(loose, forward)),
@@ -669,7 +669,7 @@ def _in_region(
     made = _made(loose, items)
     every = itertools.chain.from_iterable(reads_of(inside, item) for item in items)
     reads = dict.fromkeys(i for i in every if i not in made)
-    results = tuple(dict.fromkeys(o for o in outputs if isinstance(o, int) and o in made))
+    results = tuple([o for o in dict.fromkeys(value_ids(outputs)) if o in made])
     region = _remat(items, tuple(reads), results, prevent_cse=False, scope="")
     return Block(inputs=inputs, items=(region,), outputs=outputs)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from ._rule import traits_of
 from ._traits import Moves
-from ._types import Input, Literal, Op, Operand, Output, Phase, Role, Value, ValueId
+from ._types import Input, Literal, Op, Operand, Output, Phase, Role, Value, ValueId, value_ids
 
 
 class Reach(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,8 +99,8 @@ def _weights(ops: Sequence[Op], values: Sequence[Value], batch: set[ValueId]) ->
                 if out >= 0:
                     fed[out] = 1
     for op in reversed(ops):
-        sources = [i for i in op.inputs if type(i) is not Literal]
-        results = [o for o in op.outputs if o >= 0]
+        sources = value_ids(op.inputs)
+        results = value_ids(op.outputs)
         if op.phase is Phase.UPDATE or not sources or not results:
             continue
         traits, first, result = traits_of(op.name), sources[0], results[0]
@@ -116,7 +116,7 @@ def _weights(ops: Sequence[Op], values: Sequence[Value], batch: set[ValueId]) ->
             if op.name == "scan_slice" or traits.moves is Moves.SELECT:
                 made = [first]
             elif op.name.startswith("scatter"):
-                made = [i for i in (op.inputs[0], op.inputs[2]) if type(i) is not Literal]
+                made = value_ids((op.inputs[0], op.inputs[2]))
             else:
                 made = sources
             # A bit is part of one weight. A table of more numbers is computed from a few, such as

@@ -10,16 +10,14 @@ from ._split_emission import Emission, Place, define, define_all, read, write
 from ._split_equations import joint
 from ._split_rows import Local, local_rule
 from ._split_values import index_of
-from ._types import NO_VALUE, Literal, Op, ValueId
+from ._types import NO_VALUE, Literal, Op, ValueId, value_ids
 
 
 def write_operator(emission: Emission, op: Op, place: Place) -> None:
     """Write an operator of the old graph."""
     arrays = emission.arrays
     rule = None
-    if not place.in_loop and any(
-        v in arrays.stacked for v in (*op.inputs, *op.outputs) if isinstance(v, int)
-    ):
+    if not place.in_loop and not arrays.stacked.isdisjoint(value_ids((*op.inputs, *op.outputs))):
         rule = local_rule(op, emission.graph.values, arrays.rows)
     if rule is not None:
         operands = zip(op.inputs, rule.operands, strict=True)
@@ -27,10 +25,9 @@ def write_operator(emission: Emission, op: Op, place: Place) -> None:
             if isinstance(v, int) and has_rows and v in arrays.stacked:
                 _write_local(emission, op, rule, place)
                 return
-    avals = [v.aval for v in op.eqn.invars]
     inputs = []
-    for i, a in zip(op.inputs, avals, strict=True):
-        inputs.append(read(emission, i, place, op, op.eqn, a))
+    for i, var in zip(op.inputs, op.eqn.invars, strict=True):
+        inputs.append(read(emission, i, place, op, op.eqn, var.aval))
     outputs = [arrays.new(o) if o >= 0 else NO_VALUE for o in op.outputs]
     write(emission, op, place, op.eqn, inputs, outputs)
     define_all(emission, op.outputs, outputs, place, op, op.eqn)

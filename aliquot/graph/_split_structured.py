@@ -14,7 +14,7 @@ from ._split_emission import Emission, Place, define, define_all, parts_at, read
 from ._split_operators import write_operator
 from ._split_reach import is_split, opens
 from ._split_values import index_of
-from ._types import NO_VALUE, Block, Call, Op, Operand, ValueId
+from ._types import NO_VALUE, Block, Call, Op, Operand, ValueId, value_ids
 
 
 def write_step(emission: Emission) -> Block:
@@ -44,7 +44,7 @@ def _write_items(emission: Emission, block: Block, place: Place) -> None:
 def _like(emission: Emission, call: Call) -> Op:
     """A link of a loop, which stands for the loop where an operator is needed."""
     links = emission.graph.links
-    ends = (v for v in (*call.outputs, *call.blocks[-1].inputs) if isinstance(v, int))
+    ends = value_ids((*call.outputs, *call.blocks[-1].inputs))
     return links[next(v for v in ends if v in links)]
 
 

@@ -69,7 +69,7 @@ def assign_stages(
     origins = _origins(graph, items)
     latest: dict[ValueId, StageId] = {}  # the last stage whose forward pass makes or reads a value
     made_by: dict[ValueId, StageId] = {}  # the stage of the backward item that makes a value
-    parameters = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
+    parameters = graph.inputs_of(Role.PARAMETER)
     for k, item in enumerate(items):
         if item.phase is Phase.UPDATE or item.shared:
             continue

@@ -14,7 +14,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..graph import Block, Call, DimRule, Folding, Graph, Op, Phase, Role, ValueId, traits_of
+from ..graph import (
+    Block,
+    Call,
+    DimRule,
+    Folding,
+    Graph,
+    Op,
+    Phase,
+    Role,
+    ValueId,
+    traits_of,
+    value_ids,
+)
 from ._dim_rule import dim_rule
 from ._exchanges import Exchanges, Place, find_exchanges
 from ._ids import SlotId
@@ -341,7 +353,7 @@ def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:
     for item in graph.inputs:
         param[item.value] = item.role is Role.PARAMETER
     for op in graph.ops:
-        inputs = [i for i in op.inputs if isinstance(i, int)]
+        inputs = value_ids(op.inputs)
         # A loop's carry may start as a constant, but does not stay one.
         is_const = all(const[i] for i in inputs) and op.name != "tie"
         largest = max((graph.values[i].num_bytes for i in inputs if param[i]), default=0)
@@ -372,7 +384,7 @@ def taken_by_regions(block: Block) -> Iterator[ValueId]:
     for item in block.items:
         if isinstance(item, Call):
             if item.kind == "remat":
-                yield from (i for i in item.blocks[0].inputs if isinstance(i, int))
+                yield from value_ids(item.blocks[0].inputs)
             for inner in item.blocks:
                 yield from taken_by_regions(inner)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..graph import NO_VALUE, Exchange, Phase, Ring, traits_of
+from ..graph import NO_VALUE, Exchange, Phase, Ring, traits_of, value_ids
 from ._ids import NodeId, SlotId
 from ._nodes import NodeCollective, Projection, SplitBy
 
@@ -134,7 +134,7 @@ def whole_bytes(naming: NodeIndex, op_class: int) -> float:
     """Bytes that an operator reads and writes each time that it runs."""
     cuts = naming.cuts
     op = cuts.first[op_class]
-    arrays = {i for i in (*op.inputs, *op.outputs) if isinstance(i, int) and i >= 0}
+    arrays = set(value_ids((*op.inputs, *op.outputs)))
     # Rules of kernels know traffic that their operands do not show, such as tables that are read
     # again and again.
     return max(

@@ -23,6 +23,7 @@ from ..graph import (
     ValueId,
     scan_counts,
     traits_of,
+    value_ids,
 )
 
 _SUMS = frozenset({"dot_general", "reduce_sum", "scatter-add"})
@@ -45,7 +46,7 @@ def sums_that_wait(
     walk.needed |= returned - set(crossing or ())
     waiting = {}
     for op in walk.sums:
-        held = dict.fromkeys(o for o in op.outputs if o >= 0)
+        held = dict.fromkeys(value_ids(op.outputs))
         pending = list(held)
         while pending and walk.needed.isdisjoint(pending):
             following: list[ValueId] = []
@@ -137,7 +138,7 @@ class _Walk:
                 self.following.setdefault(one, []).append(other)
 
     def _need(self, operands: Iterable[Operand]) -> None:
-        self.needed.update(i for i in operands if isinstance(i, int))
+        self.needed.update(value_ids(operands))
 
     def _is_zero(self, operand: Operand) -> bool:
         if isinstance(operand, Literal):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from .._rule import DimRule, Dims
+from .._rule import DimRule, Dims, HasShape
 
 
 class Factors:
@@ -30,13 +30,22 @@ class Factors:
         """A factor that must stay whole."""
         return self._next(self._whole, size)
 
-    def splits(self, shape: Sequence[int]) -> Dims:
-        """A factor that may be split for each dim of a shape."""
-        return tuple(map(self.split, shape))
+    def splits(self, shape: Sequence[int], whole: Collection[int] = ()) -> Dims:
+        """A factor for each dim of a shape: one that may be split, or that must stay whole for the
+        dims in `whole`.
+        """
+        dims = []
+        for d, size in enumerate(shape):
+            dims.append(self.whole(size) if d in whole else self.split(size))
+        return tuple(dims)
 
     def wholes(self, shape: Sequence[int]) -> Dims:
         """A factor that must stay whole for each dim of a shape."""
         return tuple(map(self.whole, shape))
+
+    def all_whole(self, operands: Sequence[HasShape]) -> tuple[Dims, ...]:
+        """A factor that must stay whole for each dim of some operands."""
+        return tuple([self.wholes(o.shape) for o in operands])
 
     def pair(self, before: int, after: int, *, same: bool) -> tuple[str, str]:
         """Letters of one dim before and after an operator: one factor that may be split if the dim
@@ -72,6 +81,11 @@ class Factors:
             exchanged=tuple(filter(None, exchanges)),
             **others,
         )
+
+
+def without(dims: Dims, dropped: Collection[int]) -> Dims:
+    """The factors of all dims but some."""
+    return tuple([factor for d, factor in enumerate(dims) if d not in dropped])
 
 
 def merged(*parts: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._rule import DimRule, Dims, HasShape, register_dim_rule
 from .._traits import Moves, Traits, leading_size, same_parameters
-from ._factors import Factors, merged
+from ._factors import Factors, merged, without
 
 _ROW_BY_ROW = Traits(on_rows=same_parameters)
 
@@ -128,7 +128,7 @@ def _broadcast_in_dim(
         for size, d in zip(source.shape, params["broadcast_dimensions"])
     )
     # The operands after the array are sizes of dynamic shapes.
-    sizes = tuple(f.wholes(o.shape) for o in operands[1:])
+    sizes = f.all_whole(operands[1:])
     return f.rule((before, *sizes), (after,), linear=(1,) + (0,) * len(sizes))
 
 
@@ -139,11 +139,7 @@ def _squeeze(
     """Drops dims of size one."""
     f = Factors()
     before = f.splits(operands[0].shape)
-    return f.rule(
-        (before,),
-        (tuple(x for d, x in enumerate(before) if d not in params["dimensions"]),),
-        linear=(1,),
-    )
+    return f.rule((before,), (without(before, params["dimensions"]),), linear=(1,))
 
 
 @register_dim_rule("transpose", traits=Traits(moves=Moves.TRANSPOSE, on_rows=same_parameters))
@@ -164,10 +160,7 @@ def _rev(
     the last of the other.
     """
     f = Factors()
-    dims = tuple(
-        f.whole(n) if d in params["dimensions"] else f.split(n)
-        for d, n in enumerate(operands[0].shape)
-    )
+    dims = f.splits(operands[0].shape, params["dimensions"])
     reversed_dims = [dims[d] for d in params["dimensions"]]
     return f.rule((dims,), (dims,), linear=(1,), exchanged=reversed_dims)
 
@@ -222,7 +215,7 @@ def _dynamic_slice(
     """Dims taken in full pass on their splits, because any start is clamped to zero."""
     f = Factors()
     before, after = _cut(f, operands[0].shape, results[0])
-    scalars = tuple(f.wholes(o.shape) for o in operands[1:])
+    scalars = f.all_whole(operands[1:])
     return f.rule((before, *scalars), (after,), linear=(1,) + (0,) * len(scalars))
 
 
@@ -235,7 +228,7 @@ def _dynamic_update_slice(
     """
     f = Factors()
     array, update = _cut(f, operands[0].shape, operands[1].shape)
-    scalars = tuple(f.wholes(o.shape) for o in operands[2:])
+    scalars = f.all_whole(operands[2:])
     return f.rule((array, update, *scalars), (array,), linear=(1, 1) + (0,) * len(scalars))
 
 
@@ -246,12 +239,7 @@ def _concatenate(
     """The joined dim stays whole in every array, unless devices exchange rows."""
     f = Factors()
     axis = params["dimension"]
-    result = _with(
-        f,
-        f.splits([1 if d == axis else n for d, n in enumerate(results[0])]),
-        axis,
-        results[0][axis],
-    )
+    result = _whole_at(f, results[0], axis)
     arrays = tuple(_with(f, result, axis, o.shape[axis]) for o in operands)
     joined = [dims[axis] for dims in (*arrays, result)]
     return f.rule(arrays, (result,), linear=(1,) * len(operands), exchanged=[joined])
@@ -265,12 +253,15 @@ def _split(
     f = Factors()
     axis = params["axis"]
     shape = operands[0].shape
-    array = _with(
-        f, f.splits([1 if d == axis else n for d, n in enumerate(shape)]), axis, shape[axis]
-    )
+    array = _whole_at(f, shape, axis)
     parts = tuple(_with(f, array, axis, shape[axis]) for shape in results)
     cut = [dims[axis] for dims in (array, *parts)]
     return f.rule((array,), parts, linear=(1,), exchanged=[cut])
+
+
+def _whole_at(f: Factors, shape: Sequence[int], axis: int) -> Dims:
+    """Dims of which one stays whole."""
+    return _with(f, f.splits((*shape[:axis], 1, *shape[axis + 1 :])), axis, shape[axis])
 
 
 def _with(f: Factors, dims: Dims, axis: int, size: int) -> Dims:
@@ -324,7 +315,7 @@ def _fresh(
 ) -> DimRule:
     """Arrays made without reading any: every dim is free."""
     f = Factors()
-    return f.rule(tuple(f.wholes(o.shape) for o in operands), (f.splits(results[0]),))
+    return f.rule(f.all_whole(operands), (f.splits(results[0]),))
 
 
 register_dim_rule("empty", "empty2")(_fresh)
@@ -351,10 +342,7 @@ def _sort(
 ) -> DimRule:
     """Keys, and arrays that are sorted along with them; the sorted dim stays whole."""
     f = Factors()
-    dims = tuple(
-        f.whole(n) if d == params["dimension"] else f.split(n)
-        for d, n in enumerate(operands[0].shape)
-    )
+    dims = f.splits(operands[0].shape, (params["dimension"],))
     return f.rule((dims,) * len(operands), (dims,) * len(results))
 
 
@@ -366,8 +354,6 @@ def _top_k(
     f = Factors()
     shape = operands[0].shape
     axis = params.get("axis", params.get("reduction_dimension", -1)) % len(shape)
-    before = _with(
-        f, f.splits([1 if d == axis else n for d, n in enumerate(shape)]), axis, shape[axis]
-    )
+    before = _whole_at(f, shape, axis)
     after = _with(f, before, axis, results[0][axis])
     return f.rule((before,), (after,) * len(results))

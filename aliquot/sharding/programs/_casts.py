@@ -15,7 +15,20 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from ...graph import SHARED, Block, Call, Graph, Op, Operand, OpId, Phase, Role, StageId, ValueId
+from ...graph import (
+    SHARED,
+    Block,
+    Call,
+    Graph,
+    Op,
+    Operand,
+    OpId,
+    Phase,
+    Role,
+    StageId,
+    ValueId,
+    value_ids,
+)
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
 _SCALING = frozenset({"convert_element_type", "mul", "div", "max", "min", "gt", "select_n"})
@@ -77,7 +90,7 @@ def parameter_casts(graph: Graph) -> Mapping[OpId, ParameterCast]:
         op = graph.ops[index]
         found = _made_by(op, graph, known, number)
         if found is None:
-            others.update(i for i in op.inputs if isinstance(i, int))
+            others.update(value_ids(op.inputs))
             continue
         known[op.outputs[0]] = found
         if op.name == "convert_element_type" and found.parameter is not None:
@@ -107,7 +120,7 @@ def _made_by(
     """What an operator makes of one parameter, scaled by scalars; None for any other."""
     if op.name not in _SCALING or op.phase is Phase.UPDATE or min(op.outputs) < 0:
         return None
-    read = [i for i in op.inputs if isinstance(i, int)]
+    read = value_ids(op.inputs)
     if not all(i in known for i in read):
         return None
     of = [known[i] for i in read]

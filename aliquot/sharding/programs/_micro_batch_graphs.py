@@ -31,6 +31,7 @@ from ...graph import (
     ValueId,
     equations,
     scan_counts,
+    value_ids,
 )
 from ..micro_batches import Action, Conversion, MicroBatchPlan, TimeKind, TimeSpec, indexed_dims
 from ._layout import Layout
@@ -317,7 +318,7 @@ class _Rewriter:
                 before = first + params["cond_nconsts"]
             # A loop carry begins with the time spec with which it ends: a constant to which
             # summands are added, for example, must count once over all parts.
-            carried = [v for v in body.inputs[first : first + count] if isinstance(v, int)]
+            carried = value_ids(body.inputs[first : first + count])
             for k, inner in enumerate(carried):
                 inputs[before + k] = self._match(inputs[before + k], inner, out)
             results = [(*carried, *call.outputs[count:])]

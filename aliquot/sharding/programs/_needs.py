@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...graph import Call, Literal, Operand, OpId, Phase, ValueId, any_effects, traits_of
+from ...graph import Call, Literal, Operand, OpId, Phase, ValueId, any_effects, traits_of, value_ids
 from .._dim_rule import dim_rule
 from ..micro_batches import Action, Conversion, MicroBatchPlan, TimeKind, phase_of
 
@@ -39,7 +39,7 @@ class Needs:
 
     def _outputs(self, item: OpId | Call) -> tuple[ValueId, ...]:
         outputs = item.outputs if isinstance(item, Call) else self.plan.whole.ops[item].outputs
-        return tuple(v for v in outputs if v >= 0)
+        return tuple(value_ids(outputs))
 
     def _is(self, item: OpId | Call, action: Action) -> bool:
         if isinstance(item, Call):
@@ -194,5 +194,5 @@ class Needs:
             needed |= {alias[v] for v in needed & alias.keys()}
             if any(v in needed for v in self._outputs(item)):
                 self.early_items.append(item)
-                needed.update(i for i in self._inputs(item) if isinstance(i, int))
+                needed.update(value_ids(self._inputs(item)))
         self.early_items.reverse()
