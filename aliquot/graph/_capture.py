@@ -270,7 +270,7 @@ def _numbered(loose: Graph, how: Recomputation) -> tuple[_Traced, Recomputation]
         else:
             sequence.append((loose.ops[item], 0, loose.ops[item].scope))
     reads = [op.inputs for op, _, _ in sequence]
-    returned = [output.value for output in loose.outputs]
+    returned = loose.output_values
     is_read = set(value_ids(itertools.chain(returned, *reads)))
     numbers: dict[ValueId, Operand] = {}
     values: list[Value] = []
@@ -286,7 +286,7 @@ def _numbered(loose: Graph, how: Recomputation) -> tuple[_Traced, Recomputation]
     def read(operands: Iterable[Operand]) -> tuple[Operand, ...]:
         return tuple([i if type(i) is Literal else numbers[i] for i in operands])
 
-    given = [number(item.value) for item in loose.inputs]
+    given = list(map(number, loose.input_values))
     ops: list[OpId] = []
     constants = {number(v): loose.constants[v] for v in loose.constants if v in is_read}
     drafts: list[Draft] = []

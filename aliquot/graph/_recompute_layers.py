@@ -450,7 +450,7 @@ def _with_regions(loose: _Loose, sites: _Sites, name: str) -> list[OpId | Call]:
 def _closed(loose: _Loose, written: Sequence[OpId | Call | _Region]) -> list[OpId | Call]:
     """The items, with regions as calls whose results are what others read."""
     inside = replace(loose.graph, ops=tuple(loose.ops))
-    uses = Counter(value_ids([output.value for output in inside.outputs]))
+    uses = Counter(value_ids(inside.output_values))
     reads: list[Counter[ValueId]] = []
     for each in written:
         parts = each.items if isinstance(each, _Region) else [each]

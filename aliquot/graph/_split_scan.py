@@ -111,8 +111,8 @@ def _split(graph: Graph, edges: tuple[int, ...], stacked: frozenset[ValueId]) ->
     )
     emission = Emission(arrays=arrays)
     body = write_step(emission)
-    inputs = _pieces(arrays, [item.value for item in graph.inputs])
-    outputs = _pieces(arrays, [output.value for output in graph.outputs])
+    inputs = _pieces(arrays, graph.input_values)
+    outputs = _pieces(arrays, graph.output_values)
     split = Split(original=graph, bounds=edges, inputs=inputs, outputs=outputs)
     new_inputs: list[Input] = []
     for item, pieces in zip(graph.inputs, inputs, strict=True):

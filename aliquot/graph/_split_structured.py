@@ -20,10 +20,10 @@ from ._types import NO_VALUE, Block, Call, Op, Operand, ValueId, value_ids
 def write_step(emission: Emission) -> Block:
     """Write the whole step; returns its nested view."""
     arrays, graph = emission.arrays, emission.graph
-    inputs = itertools.chain(*[arrays.declare(item.value) for item in graph.inputs])
+    inputs = itertools.chain(*map(arrays.declare, graph.input_values))
     place = Place(items=[])
     _write_items(emission, graph.body, place)
-    outputs = itertools.chain(*[arrays.parts(output.value) for output in graph.outputs])
+    outputs = itertools.chain(*map(arrays.parts, graph.output_values))
     return Block(inputs=tuple(inputs), items=tuple(place.items), outputs=tuple(outputs))
 
 

@@ -279,6 +279,16 @@ class Graph:
         shapes = [self.values[i.value].shape for i in self.inputs if i.role is Role.BATCH]
         return tuple([shape[0] for shape in shapes if shape])
 
+    @property
+    def input_values(self) -> tuple[ValueId, ...]:
+        """The value of each input, in order."""
+        return tuple([item.value for item in self.inputs])
+
+    @property
+    def output_values(self) -> tuple[Operand, ...]:
+        """The value, or the literal, of each output, in order."""
+        return tuple([output.value for output in self.outputs])
+
     def inputs_of(self, *roles: Role) -> set[ValueId]:
         """The values of the inputs of some roles."""
         return {item.value for item in self.inputs if item.role in roles}
@@ -286,7 +296,7 @@ class Graph:
     @property
     def returned(self) -> set[ValueId]:
         """The values that the step returns."""
-        return set(value_ids([output.value for output in self.outputs]))
+        return set(value_ids(self.output_values))
 
     @functools.cached_property
     def makers(self) -> Mapping[ValueId, Op]:

@@ -74,9 +74,10 @@ def dims_of_batch(
             for k, read in enumerate(sources[op_class]):
                 for v in read:
                     arrays.append((v, rule.operands[k]))
-            letters = {letter for v, dims in arrays for dim in found[v] for letter in dims[dim]} - {
-                "1"
-            }
+            letters: set[str] = set()
+            for v, dims in arrays:
+                letters.update(*(dims[dim] for dim in found[v]))
+            letters.discard("1")
             if not letters:
                 continue
             made = []
@@ -232,7 +233,7 @@ class Cuts:
         op = self.first[op_class]
         if op.phase is Phase.UPDATE:
             return "main" if self.on_examples(op_class) else "update"
-        fresh = any(o >= 0 and self.fresh[int(self.folding.value_class[o])] for o in op.outputs)
+        fresh = any(self.fresh[v] for v in self.made(op_class))
         return "update" if fresh else "main"
 
     def on_examples(self, op_class: int) -> bool:
@@ -262,18 +263,16 @@ class Cuts:
 
     def makes_param_only(self, op_class: int) -> bool:
         """True if an operator computes on parameters alone."""
-        for o in self.first[op_class].outputs:
-            if o >= 0 and self.param_only[int(self.folding.value_class[o])]:
-                return True
-        return False
+        return any(self.param_only[v] for v in self.made(op_class))
 
     def made_of_constants(self, op_class: int) -> bool:
         """True if all results of an operator are made of constants alone."""
-        result_classes = []
-        for o in self.first[op_class].outputs:
-            if o >= 0:
-                result_classes.append(int(self.folding.value_class[o]))
-        return all(self.const_only[v] for v in result_classes)
+        return all(self.const_only[v] for v in self.made(op_class))
+
+    def made(self, op_class: int) -> list[int]:
+        """The value classes of the results of an operator class."""
+        outputs = value_ids(self.first[op_class].outputs)
+        return [int(self.folding.value_class[o]) for o in outputs]
 
     def operands(self, op_class: int) -> tuple[tuple[int, int, int], ...]:
         """`(position, value class, how many copies read it)` of an operator class; literals are
@@ -284,8 +283,10 @@ class Cuts:
 
 def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
     """Cut a folded graph. Raises `MissingRuleError` for an operator without a rule."""
-    first = [graph.ops[members[0]] for members in folding.members]
-    rules = [dim_rule(op, graph, on_missing_rule=on_missing_rule) for op in first]
+    first, rules = [], []
+    for members in folding.members:
+        first.append(graph.ops[members[0]])
+        rules.append(dim_rule(first[-1], graph, on_missing_rule=on_missing_rule))
     const_only, param_only = _origins(graph)
     by_value = folding.value_members
     producer: list[tuple[int, int] | None] = [None] * len(by_value)
@@ -394,8 +395,7 @@ def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
     were only rearranged since; and those that have ended and are added up, as those of a bias that
     is used twice are, with all that happens to them before.
     """
-    value_class = cuts.folding.value_class
-    made = [[int(value_class[o]) for o in op.outputs if o >= 0] for op in cuts.first]
+    made = list(map(cuts.made, range(len(cuts.first))))
     reads = []
     for c in range(len(cuts.first)):
         reads.append([v for _, v, _ in cuts.operands(c)])

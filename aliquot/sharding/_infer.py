@@ -67,8 +67,29 @@ def infer_rule(eqn: Any, operands: Sequence[HasShape], results: Sequence[Shape])
     lone = LoneOperator.of(eqn)
     if lone is None:
         return None
-    factors = _infer_factors(lone, tuple(o.shape for o in operands), tuple(results))
-    return _as_rule(factors, operands, results) if factors else None
+    shapes = tuple(o.shape for o in operands)
+    factors = _infer_factors(lone, shapes, tuple(results))
+    if not factors:
+        return None
+    f = Factors()
+    letters, of_operands, of_results = [], [], []
+    for factor in factors:
+        letters.append(f.split(_size_at(shapes, factor.operands)))
+        of_operands.append(factor.operands)
+        of_results.append(factor.results)
+
+    def dims(k: int, shape: Shape, places: Sequence[Places]) -> Dims:
+        named = []
+        for d, n in enumerate(shape):
+            # A dim that belongs to no factor gets one of its own that must stay whole.
+            factors_of_dim = (a for a, of in zip(letters, places, strict=True) if (k, d) in of)
+            named.append(next(factors_of_dim, None) or f.whole(n))
+        return tuple(named)
+
+    return f.rule(
+        [dims(k, shape, of_operands) for k, shape in enumerate(shapes)],
+        [dims(k, shape, of_results) for k, shape in enumerate(results)],
+    )
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -104,7 +125,7 @@ def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
     """
     # Single dims need no agreement with other operands, and are most of what an operator lets
     # split.
-    for size in sorted({n for shape in shapes for n in shape if n > 1}):
+    for size in _sizes(shapes):
         dims_of_size = []
         for shape in shapes:
             dims_of_size.append([d for d, n in enumerate(shape) if n == size])
@@ -219,7 +240,7 @@ def _trials(
 
 def _sizes(shapes: Sequence[Shape]) -> list[int]:
     """The different sizes of dims above 1, in increasing order."""
-    return sorted({n for shape in shapes for n in shape if n > 1})
+    return sorted({n for n in itertools.chain(*shapes) if n > 1})
 
 
 def _small_size(shapes: Sequence[Shape], size: int, series: int) -> int:
@@ -264,7 +285,8 @@ def _pass_together(
     lone: LoneOperator, tests: Sequence[tuple[_Factor, tuple[_Trial, ...]]]
 ) -> list[bool] | None:
     """For each factor True if it passes; None if the program of all tests cannot be compiled."""
-    wholes = list(dict.fromkeys(trial.shapes for _, trials in tests for trial in trials))
+    all_trials = itertools.chain(*(trials for _, trials in tests))
+    wholes = list(dict.fromkeys(trial.shapes for trial in all_trials))
     # A draw lists all whole operands, then both pieces of each trial's; results come in that order.
     draws = []
     for draw in range(_NUM_DRAWS):
@@ -287,9 +309,8 @@ def _pass_together(
             is_proved = False
             for results in results_of_draws:
                 want = _cut(results[wholes.index(trial.shapes)], factor.results, trial.cut_at)
-                good &= all(
-                    _same(a, b) for a, b in zip(results[position : position + 2], want, strict=True)
-                )
+                for piece, wanted in zip(results[position : position + 2], want, strict=True):
+                    good &= all(map(_equal, piece, wanted))
                 is_proved |= all(map(_is_finite_enough, results[wholes.index(trial.shapes)]))
             good &= is_proved
             position += 2
@@ -314,12 +335,8 @@ def _cut(arrays: Sequence[NDArray[Any]], places: Places, at: int) -> list[list[N
     return found
 
 
-def _same(results: Sequence[NDArray[Any]], wanted: Sequence[NDArray[Any]]) -> bool:
-    """True if all arrays are equal; floats may differ by rounding."""
-    return all(_equal(a, b) for a, b in zip(results, wanted, strict=True))
-
-
 def _equal(result: NDArray[Any], wanted: NDArray[Any]) -> bool:
+    """True if two arrays are equal; floats may differ by rounding."""
     if result.shape != wanted.shape or result.dtype != wanted.dtype:
         return False
     if result.dtype.kind in "biu":
@@ -340,25 +357,3 @@ def _is_finite_enough(array: NDArray[Any]) -> bool:
         return True
     wide = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
     return bool(np.isfinite(wide).mean() > 0.25) if array.size else False
-
-
-def _as_rule(
-    factors: Sequence[_Factor], operands: Sequence[HasShape], results: Sequence[Shape]
-) -> DimRule:
-    """The rule that has these factors; all other dims must stay whole."""
-    f = Factors()
-    shapes = [o.shape for o in operands]
-    # Each dim that belongs to no factor gets a factor of its own that must stay whole.
-    letters = [f.split(_size_at(shapes, factor.operands)) for factor in factors]
-
-    def dims(k: int, shape: Shape, places: Sequence[Places]) -> Dims:
-        named = []
-        for d, n in enumerate(shape):
-            factors_of_dim = (a for a, of in zip(letters, places, strict=True) if (k, d) in of)
-            named.append(next(factors_of_dim, None) or f.whole(n))
-        return tuple(named)
-
-    return f.rule(
-        [dims(k, shape, [factor.operands for factor in factors]) for k, shape in enumerate(shapes)],
-        [dims(k, shape, [factor.results for factor in factors]) for k, shape in enumerate(results)],
-    )

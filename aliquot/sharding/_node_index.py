@@ -59,7 +59,7 @@ class NodeIndex:
 
     def __post_init__(self) -> None:
         cuts = self.cuts
-        self.batch_values = frozenset(i.value for i in cuts.graph.inputs if i.role is Role.BATCH)
+        self.batch_values = frozenset(cuts.graph.inputs_of(Role.BATCH))
         self.order = sorted(range(len(cuts.first)), key=lambda c: cuts.first[c].index)
         for key, slot in cuts.slots.by_key.items():
             self.slot_value[slot] = key if isinstance(key, int) else key[1]  # type: ignore[index]
@@ -96,7 +96,9 @@ class NodeIndex:
         """
         assert isinstance(key, tuple)
         kind, value_class, *zone = key
-        total = self.serves(value_class, _adds_before_update)
+        total = self.serves(
+            value_class, lambda op: adds_or_hands_on(op) and op.phase is not Phase.UPDATE
+        )
         reaches_update = self.cuts.fresh[total] or ("gradient", total) in self.cuts.slots.by_key
         waits = kind == "landed" and reaches_update
         return waits or kind == "gradient" or (kind == "landed" and zone == ["update"])
@@ -364,10 +366,6 @@ class NodeIndex:
         """Label of an operator class: its primitive, and the index of its first operator."""
         op = self.cuts.first[op_class]
         return f"{op.name}:{op.index}"
-
-
-def _adds_before_update(op: Op) -> bool:
-    return adds_or_hands_on(op) and op.phase is not Phase.UPDATE
 
 
 def adds(op: Op) -> bool:

@@ -18,6 +18,7 @@ from ..graph import (
     range_layers,
     stage_layers,
 )
+from ._spec import differing_dims
 from .micro_batches import TimeKind, in_stages, plan_micro_batches, trace_part
 from .programs import Crossing, find_crossing, find_early_updates, require_one_stage
 
@@ -173,7 +174,7 @@ def _differing(part: tuple[int, ...], whole: tuple[int, ...]) -> list[int]:
     if part == whole or len(part) != len(whole):
         return []
     # A batch that is cut shortens one dim; the first that differs is taken for that.
-    return [d for d, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b][:1]
+    return differing_dims(part, whole)[:1]
 
 
 def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:

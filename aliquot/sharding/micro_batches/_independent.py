@@ -89,7 +89,7 @@ class _Cut:
     ) -> None:
         self.graph, self.part, self.eqns, self.count = graph, part, eqns, count
         self.items: Sequence[Item] = items_of(graph)
-        self.given = {i.value for i in graph.inputs} | graph.constants.keys()
+        self.given = {*graph.input_values, *graph.constants}
         self.after_backward = self._after_backward()
         self.handed_on = self._handed_on()
         self.own = self._results(on_missing_rule)
@@ -149,7 +149,7 @@ class _Cut:
             if isinstance(made, int) and made not in self.given and not cut:
                 successors[given.value] = made
         maker = {o: item for item in self.items for o in item.outputs}
-        varying = {i.value for i in self.graph.inputs if i.role is Role.BATCH}
+        varying = self.graph.inputs_of(Role.BATCH)
         handed: dict[ValueId, ValueId] = {}
         while True:
             seen = set(varying)
@@ -233,9 +233,7 @@ class _Cut:
         the micro-batches.
         """
         handed = {result for _, result in self.handed_on}
-        needed: set[ValueId] = {
-            o.value for o in self.graph.outputs if isinstance(o.value, int)
-        } - self.given
+        needed = self.graph.returned - self.given
         crossing: set[ValueId] = set()
         late: list[int] = []
         for k in range(len(self.items) - 1, -1, -1):
@@ -252,7 +250,7 @@ class _Cut:
                 or any(map(self._runs_late, wanted))
             ):
                 late.append(k)
-                needed.update(i for i in item.inputs if i not in self.given)
+                needed.update(set(item.inputs) - self.given)
             else:
                 crossing |= wanted
         for v in sorted(crossing - handed):

@@ -26,6 +26,7 @@ from ...graph import (
     Operand,
     Recomputation,
     Role,
+    value_ids,
     with_recomputation,
 )
 from ._findings import Findings
@@ -131,7 +132,9 @@ _DECOMPOSES = weakref.WeakKeyDictionary()
 def _exact(
     graph: Graph, num_micro_batches: int, num_groups: int, on_missing_rule: str
 ) -> MicroBatchPlan:
-    if _repeats_written_layers(graph):
+    how: Recomputation | None = graph.calling.recompute
+    # Layers that are written out and recompute.
+    if how is not None and how.op_origins:
         written: Graph = graph.calling.as_written
         known = _exact(written, num_micro_batches, num_groups, on_missing_rule)
         if (repeated := _repeated(graph, known)) is not None:
@@ -156,12 +159,6 @@ def _exact(
             for output in graph.outputs
         },
     )
-
-
-def _repeats_written_layers(graph: Graph) -> bool:
-    """True for a step whose layers are written out and recompute."""
-    how: Recomputation | None = graph.calling.recompute
-    return how is not None and bool(how.op_origins)
 
 
 def _repeated(graph: Graph, known: MicroBatchPlan) -> MicroBatchPlan | None:
@@ -317,19 +314,13 @@ def runs_in_groups(
     known = _DECOMPOSES.setdefault(graph, {})
     key = num_micro_batches * num_groups, on_missing_rule
     if key not in known:
-        known[key] = _decomposes(graph, *key)
+        # To say why it does not would take longer than to find out.
+        try:
+            found = _analysed(graph, key[0], 1, on_missing_rule)[-1]
+            known[key] = not (found.violations or found.conflicts)
+        except (InputError, CaptureError):
+            known[key] = False
     return known[key]
-
-
-def _decomposes(graph: Graph, parts: int, on_missing_rule: str) -> bool:
-    """True if the step runs on so many equal parts of its batch. To say why it does not would take
-    longer than to find out.
-    """
-    try:
-        found = _analysed(graph, parts, 1, on_missing_rule)[-1]
-    except (InputError, CaptureError):
-        return False
-    return not (found.violations or found.conflicts)
 
 
 def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> bool:
@@ -385,10 +376,10 @@ def _refusal(
     for index in sorted(refused):
         op = graph.ops[index]
         # Outputs that depend on an operator.
-        reached = {out for out in op.outputs if out >= 0}
+        reached = set(value_ids(op.outputs))
         for later in graph.ops[op.index + 1 :]:
-            if any(isinstance(i, int) and i in reached for i in later.inputs):
-                reached.update(out for out in later.outputs if out >= 0)
+            if not reached.isdisjoint(value_ids(later.inputs)):
+                reached.update(value_ids(later.outputs))
         paths = []
         for o in graph.outputs:
             if isinstance(o.value, int) and o.value in reached:

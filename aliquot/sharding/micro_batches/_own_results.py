@@ -16,6 +16,7 @@ import numpy as np
 
 from ...graph import Call, DimRule, Graph, Literal, Op, Operand, OpId, Role, scan_counts, traits_of
 from .._dim_rule import dim_rule
+from .._spec import differing_dims
 from ._micro_calls import indexed_dims
 from ._time_specs import REDUCTIONS, TimeKind, TimeSpec, through_reduction
 
@@ -182,7 +183,7 @@ class OwnResults:
         if isinstance(operand, Literal):
             return []
         whole, part = self._whole.values[operand].shape, self._part.values[operand].shape
-        return [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+        return differing_dims(whole, part)
 
     def _result(
         self,
@@ -431,7 +432,7 @@ class OwnResults:
 def _rows(whole: Sequence[int], part: Sequence[int], parts: int) -> int | None:
     if len(whole) != len(part):
         return None
-    differing = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    differing = differing_dims(whole, part)
     if len(differing) == 1 and whole[differing[0]] == parts * part[differing[0]]:
         return differing[0]
     return None

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from ...graph import DimRule, Moves, Op, raises, traits_of
+from .._spec import differing_dims
 
 
 class TimeKind(enum.StrEnum):
@@ -125,7 +126,7 @@ def spec_by_shape(whole: Shape, part: Shape, parts: int, chunks: int = 1) -> Tim
         chunks: of the batch, of which each part has a share. Dims before the one that is cut count
             them, too, so that the rest of them are its blocks.
     """
-    differing = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    differing = differing_dims(whole, part)
     if not differing:
         return EQUAL
     (dim, *others) = differing

@@ -7,6 +7,7 @@ task of a pipeline.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -85,7 +86,7 @@ def parameter_casts(graph: Graph) -> Mapping[OpId, ParameterCast]:
             )
     casts: dict[OpId, _Made] = {}
     # Literals may not be hashable, and nothing makes them.
-    others = {o.value for o in graph.outputs if isinstance(o.value, int)}
+    others = graph.returned
     for index in _operators(graph.body.items):
         op = graph.ops[index]
         found = _made_by(op, graph, known, number)
@@ -98,8 +99,8 @@ def parameter_casts(graph: Graph) -> Mapping[OpId, ParameterCast]:
             is_direct = op.inputs[0] == found.parameter
             if itemsize < graph.values[found.parameter].itemsize and (is_direct or itemsize == 1):
                 casts[index] = found
-    others |= {v for item in graph.body.items for v in _taken(item) if isinstance(v, int)}
-    inner = {op for cast in casts.values() for op in cast.ops[:-1]}
+    others.update(value_ids(itertools.chain(*map(_taken, graph.body.items))))
+    inner = set(itertools.chain(*(cast.ops[:-1] for cast in casts.values())))
     first: dict[int, OpId] = {}
     return {
         index: ParameterCast(
@@ -136,7 +137,7 @@ def _made_by(
         number=number((op.name, str(op.params), *operands)),
         parameter=parameter,
         reads=frozenset().union(*(made.reads for made in of)),
-        ops=(*sorted({o for made in of for o in made.ops}), op.index),
+        ops=(*sorted(set(itertools.chain(*(made.ops for made in of)))), op.index),
     )
 
 
@@ -175,7 +176,7 @@ def cast_once(
     graph = parts.body
     settled = {v for v, _ in (*parts.sliced, *parts.handed_on)}
     # Scalars that the early graph makes have its names.
-    early = {i.value for i in parts.early.inputs}
+    early = set(parts.early.input_values)
     early |= {v for v, made in zip(parts.inside, parts.early_values, strict=True) if v == made}
     casts = {
         cast: made
@@ -193,18 +194,21 @@ def cast_once(
         graph.ops[cast].outputs[0]: graph.ops[made.first].outputs[0] for cast, made in casts.items()
     }
     made = sorted(graph.ops[first].outputs[0] for first in firsts)
-    inputs = [i.value for i in graph.inputs]
+    ops = []
+    for op in graph.ops:
+        read = _read(op.inputs, instead)
+        ops.append(op if read == op.inputs else structs.replace(op, inputs=read))
     body = subgraph(
-        replace(graph, ops=tuple(_reading(op, instead) for op in graph.ops)),
-        [*inputs, *made],
+        replace(graph, ops=tuple(ops)),
+        [*graph.input_values, *made],
         _without(graph.body.items, casts, instead),
         parts.crossing,
     )
     there = {item for item in parts.early.body.items if not isinstance(item, Call)}
-    moved = {op for first in firsts for op in casts[first].ops} - there
+    moved = set(itertools.chain(*(casts[first].ops for first in firsts))) - there
     early_graph = subgraph(
         parts.early,
-        [i.value for i in parts.early.inputs],
+        parts.early.input_values,
         [*parts.early.body.items, *sorted(moved)],
         [*parts.early_values, *made],
     )
@@ -215,11 +219,6 @@ def cast_once(
         early_values=(*parts.early_values, *made),
         inside=(*parts.inside, *made),
     )
-
-
-def _reading(op: Op, instead: Mapping[ValueId, ValueId]) -> Op:
-    inputs = _read(op.inputs, instead)
-    return op if inputs == op.inputs else structs.replace(op, inputs=inputs)
 
 
 def _read(operands: tuple[Operand, ...], instead: Mapping[ValueId, ValueId]) -> tuple[Operand, ...]:

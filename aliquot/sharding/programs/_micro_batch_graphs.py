@@ -81,15 +81,14 @@ def cut_exactly(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
     ops, values = tuple(rewriter.ops), tuple(rewriter.values)
     numbers = [rewriter.group, rewriter.micro_batch]
     inside = [rewriter.early_alias.get(v, v) for v in early_values]
-    body_inputs = [*(i.value for i in whole.inputs), *whole.constants, *inside, *numbers]
+    body_inputs = [*whole.input_values, *whole.constants, *inside, *numbers]
     body = subgraph(replace(plan.part, ops=ops, values=values), body_inputs, items, crossing)
-    late_inputs = [*(i.value for i in whole.inputs), *early_values, *crossing]
-    late = subgraph(whole, late_inputs, needs.late_items, [o.value for o in whole.outputs])
-    early = subgraph(whole, [i.value for i in whole.inputs], needs.early_items, early_values)
+    late_inputs = [*whole.input_values, *early_values, *crossing]
+    late = subgraph(whole, late_inputs, needs.late_items, whole.output_values)
+    early = subgraph(whole, whole.input_values, needs.early_items, early_values)
     # The values of which each part gets a slice, each with its batch dim.
-    candidates = [*(i.value for i in whole.inputs), *whole.constants, *early_values]
     batch_dims = {}
-    for v in candidates:
+    for v in (*whole.input_values, *whole.constants, *early_values):
         if plan.specs[v].kind is TimeKind.CONCATENATE:
             batch_dims[v] = plan.specs[v].dim
     return MicroBatchGraphs(
@@ -274,7 +273,9 @@ class _Rewriter:
             # divided.
             return jnp.where((group == 0) & (micro_batch == 0), array, jnp.zeros_like(array))
 
-        target = self._value(*_look(operand, self.values))
+        value = operand if isinstance(operand, Literal) else self.values[operand]
+        itemsize = 4 if isinstance(value, Literal) else value.itemsize
+        target = self._value(value.shape, value.dtype, itemsize)
         return self._add(once, [operand, self.group, self.micro_batch], target, op, out)
 
     def _local(self, operand: Operand, op: Op, out: list[OpId | Call]) -> ValueId:
@@ -347,13 +348,6 @@ class _Rewriter:
         if have is TimeKind.EQUAL and want is TimeKind.SUM:
             return self._once(operand, None, out)
         return operand
-
-
-def _look(operand: Operand, values: Sequence[Value]) -> tuple[tuple[int, ...], str, int]:
-    if isinstance(operand, Literal):
-        return operand.shape, operand.dtype, 4
-    value = values[operand]
-    return value.shape, value.dtype, value.itemsize
 
 
 def struct_of(value: Literal | Value) -> jax.ShapeDtypeStruct:

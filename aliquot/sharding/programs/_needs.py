@@ -25,7 +25,7 @@ class Needs:
 
     def find(self) -> None:
         whole = self.plan.whole
-        self._given = {item.value for item in whole.inputs} | whole.constants.keys()
+        self._given = {*whole.input_values, *whole.constants}
         items = whole.body.items
         self._mark_again(items)
         self._find_late(items)
@@ -78,9 +78,7 @@ class Needs:
         """Collect the items that run after the last part, and the values that they need from
         before.
         """
-        needed = {
-            o.value for o in self.plan.whole.outputs if isinstance(o.value, int)
-        } - self._given
+        needed = self.plan.whole.returned - self._given
         for item in reversed(items):
             outputs = [v for v in self._outputs(item) if v in needed]
             # An effect, such as a print, is wanted although nobody reads its result.

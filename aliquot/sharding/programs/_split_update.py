@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ...graph import SHARED, Call, Operand, StageId, Staging, ValueId, items_of, place_update
+from ...graph import (
+    SHARED,
+    Call,
+    Operand,
+    StageId,
+    Staging,
+    ValueId,
+    items_of,
+    made_at,
+    place_update,
+)
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 from ._stage_programs import Part, StageProgram
 
@@ -20,9 +30,9 @@ class Update:
     ) -> None:
         self._graph = graph = parts.late
         self._items = items = items_of(graph)
-        self._maker = {o: k for k, item in enumerate(items) for o in item.outputs}
+        self._maker = made_at(items)
         self._crossing = {v: made_by[v] for v in parts.crossing if v in made_by}
-        self._given = {i.value for i in parts.early.inputs} | set(graph.constants)
+        self._given = {*parts.early.input_values, *graph.constants}
         self._early = set(parts.early_values)
         self._stage = [SHARED] * len(items)
         homes = dict(staging.home)
@@ -40,9 +50,7 @@ class Update:
         self.stage_of_value: dict[ValueId, StageId] = {
             o: self._stage[k] for o, k in self._maker.items() if self._stage[k] != SHARED
         }
-        self.outputs: list[tuple[StageId, int] | None] = [
-            self._where(o.value) for o in graph.outputs
-        ]
+        self.outputs = list(map(self._where, graph.output_values))
         self.programs = self._build()
 
     def _round(self, stage: StageId, value: ValueId) -> int:
