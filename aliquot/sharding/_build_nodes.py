@@ -111,14 +111,10 @@ def _token_sum(naming: NodeIndex, op_class: int) -> TokenSum:
             if rule.contracts
             else naming.slot_port(cuts.operand_slot(op_class, value_class))
         )
-    return TokenSum(
-        op_class=op_class,
-        operands=tuple(operands),
-        summed=tuple(
-            frozenset(d for d, letters in enumerate(dims) if letters[0] in rule.reduced)
-            for dims in rule.operands
-        ),
-    )
+    summed = []
+    for dims in rule.operands:
+        summed.append(frozenset(d for d, c in enumerate(dims) if c[0] in rule.reduced))
+    return TokenSum(op_class=op_class, operands=tuple(operands), summed=tuple(summed))
 
 
 def _whole_operators(naming: NodeIndex) -> Iterator[WholeOperator]:
@@ -221,15 +217,13 @@ def _sites(naming: NodeIndex) -> list[Site]:
         # pin.
         if op.is_link:
             continue
+        result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
         if rule.contracts:
             operands = tuple(
                 naming.product_port(op_class, rule.operands[k]) if isinstance(i, int) else None
                 for k, i in enumerate(op.inputs)
             )
             results = []
-            result_classes = []
-            for o in op.outputs:
-                result_classes.append(int(cuts.folding.value_class[o]) if o >= 0 else -1)
             for position, value_class in enumerate(result_classes):
                 port = naming.result_port(op_class, position)
                 landed = naming.landed_ports(value_class) if value_class >= 0 else []
@@ -254,7 +248,6 @@ def _sites(naming: NodeIndex) -> list[Site]:
             pins = crosses and not exchange.rolls and not cuts.by_product(value_class)
             if slot is not None and (pins or not is_declared(op)):
                 pinned[position] = naming.slot_port(slot)
-        result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
         # Products read through transposes: what is converted for them is the array before the
         # transpose.
         feeds_product = []
@@ -267,20 +260,18 @@ def _sites(naming: NodeIndex) -> list[Site]:
         for k, v in enumerate(result_classes):
             exchanged.append(exchange.at(True, k) >= 0 and v not in cuts.exchanges.uneven)
         if any(p is not None for p in pinned) or any(feeds_product) or any(exchanged):
-            feeding = list(zip(result_classes, feeds_product, exchanged, strict=True))
+            made: list[tuple[Port, ...]] = []
+            reading: list[tuple[Port, ...]] = []
+            for v, feeds, always in zip(result_classes, feeds_product, exchanged, strict=True):
+                made.append((naming.class_port(v),) if feeds or always else ())
+                reading.append(tuple(readers[v]) if feeds and not always else ())
             sites.append(
                 Site(
                     op_class=op_class,
                     operands=tuple(pinned),
                     sources=_sources(naming, op_class, pinned),
-                    results=tuple(
-                        (naming.class_port(v),) if feeds or always else ()
-                        for v, feeds, always in feeding
-                    ),
-                    readers=tuple(
-                        tuple(readers[v]) if feeds and not always else ()
-                        for v, feeds, always in feeding
-                    ),
+                    results=tuple(made),
+                    readers=tuple(reading),
                 )
             )
     return sites

@@ -10,6 +10,7 @@ in whatever split their users want.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ def dims_of_batch(
         return found
     first_reader: dict[int, int] = {}
     for place, op_class in enumerate(order):
-        for v in (v for read in sources[op_class] for v in read):
+        for v in itertools.chain(*sources[op_class]):
             first_reader.setdefault(v, place)
     again = True
     # Again where a layer reads what an equal one made, and where a loop carries examples.
@@ -145,16 +146,13 @@ class Cuts:
     def __post_init__(self) -> None:
         values = self.graph.values
         self._shapes = [values[members[0]].shape for members in self.folding.value_members]
-        self._reads = [
-            tuple(
-                [
-                    (position, value_class, count)
-                    for position, counter in enumerate(counters)
-                    for value_class, count in counter.items()
-                ]
-            )
-            for counters in self.sources
-        ]
+        self._reads: list[tuple[tuple[int, int, int], ...]] = []
+        for counters in self.sources:
+            read = []
+            for position, counter in enumerate(counters):
+                for value_class, count in counter.items():
+                    read.append((position, value_class, count))
+            self._reads.append(tuple(read))
         self._on_examples = []
         for reads, op in zip(self._reads, self.first, strict=True):
             made = [int(self.folding.value_class[o]) for o in op.outputs if o >= 0]
@@ -290,7 +288,9 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
     const_only, param_only = _origins(graph)
     by_value = folding.value_members
     producer: list[tuple[int, int] | None] = [None] * len(by_value)
-    sources: list[list[Counter[int]]] = [[Counter() for _ in op.inputs] for op in first]
+    sources: list[list[Counter[int]]] = []
+    for op in first:
+        sources.append([Counter() for _ in op.inputs])
     classes = folding.value_class.tolist()
     for op_class, op in enumerate(first):
         for position, out in enumerate(op.outputs):
@@ -333,12 +333,8 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
             # operator reads it.
             value_class = classes[output.value]
             shape = cuts.shape(value_class)
-            keys = [("landed", value_class, zone) for zone in ("main", "update")]
-            if (
-                shape
-                and cuts.by_product(value_class)
-                and not any(k in cuts.slots.by_key for k in keys)
-            ):
+            keys = ("landed", value_class, "main"), ("landed", value_class, "update")
+            if shape and cuts.by_product(value_class) and cuts.slots.by_key.keys().isdisjoint(keys):
                 cuts.slots.get(keys[0], shape)
     return cuts
 

@@ -14,6 +14,7 @@ again. Large ones limit how far the batch may be split.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -138,18 +139,21 @@ def _links(cuts: Cuts, order: Sequence[int]) -> Iterator[_Link]:
         sides = [(False, k, dims) for k, dims in enumerate(rule.operands)]
         sides += [(True, k, dims) for k, dims in enumerate(rule.results)]
         for names in rule.exchanged:
-            holding = {d for _, _, dims in sides for d, c in enumerate(dims) if names & set(c)}
+            holding: set[int] = set()
+            for _, _, dims in sides:
+                holding |= {d for d, letters in enumerate(dims) if not names.isdisjoint(letters)}
             arrays = []
             for is_result, position, dims in sides:
-                places = tuple(
-                    Place(op_class=op_class, is_result=is_result, position=position, dim=d)
-                    for d, letters in enumerate(dims)
+                places = []
+                for d, letters in enumerate(dims):
                     # All but reshapes keep the order of dims, also of those that are cut to one
                     # row, which have no factor.
-                    if names & set(letters) or (op.name != "reshape" and d in holding)
-                )
+                    if not names.isdisjoint(letters) or (op.name != "reshape" and d in holding):
+                        places.append(
+                            Place(op_class=op_class, is_result=is_result, position=position, dim=d)
+                        )
                 if places:
-                    arrays.append(places)
+                    arrays.append(tuple(places))
             yield _Link(op_class=op_class, names=names, arrays=tuple(arrays))
 
 
@@ -216,7 +220,7 @@ class _Search:
                     break
         links_of: dict[int, list[_Link]] = defaultdict(list)
         for link in self.links:
-            for place in (place for array in link.arrays for place in array):
+            for place in itertools.chain(*link.arrays):
                 for element in self._elements(place):
                     links_of[self.sets.root(element)].append(link)
         resolved: set[tuple[int, frozenset[str]]] = set()

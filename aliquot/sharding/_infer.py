@@ -129,7 +129,9 @@ def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
         dims_of_size = []
         for shape in shapes:
             dims_of_size.append([d for d, n in enumerate(shape) if n == size])
-        yield from (frozenset({(k, d)}) for k, dims in enumerate(dims_of_size) for d in dims)
+        for k, own_dims in enumerate(dims_of_size):
+            for d in own_dims:
+                yield frozenset({(k, d)})
         seen: set[Places] = set()
         for from_end in (False, True):
             offsets = set()
@@ -190,10 +192,10 @@ def _small_shapes(lone: LoneOperator, shapes: tuple[Shape, ...], series: int) ->
     """
     small = shapes
     for size in _sizes(shapes):
-        places = frozenset(
-            (k, d) for k, shape in enumerate(shapes) for d, n in enumerate(shape) if n == size
-        )
-        trial = _resized(small, places, _small_size(shapes, size, series))
+        places = set()
+        for k, shape in enumerate(shapes):
+            places |= {(k, d) for d, n in enumerate(shape) if n == size}
+        trial = _resized(small, frozenset(places), _small_size(shapes, size, series))
         # The operator accepts no other size where its parameters fix one: that size stays.
         if lone.shapes_made(trial) is not None:
             small = trial

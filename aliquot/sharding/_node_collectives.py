@@ -160,7 +160,10 @@ def batch_sums(naming: NodeIndex, batch_factors: Sequence[frozenset[int]]) -> in
     Sums between the same products are combined into one collective.
     """
     cuts, members = naming.cuts, naming.cuts.folding.members
-    products = sorted(k for c, rule in enumerate(cuts.rules) if rule.contracts for k in members[c])
+    products: list[int] = []
+    for c, rule in enumerate(cuts.rules):
+        products += members[c] if rule.contracts else ()
+    products.sort()
     stretches: set[int] = set()
     for node, op_classes in naming.group_ops.items():
         for op_class in op_classes if batch_factors[node] else ():

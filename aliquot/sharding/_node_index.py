@@ -74,11 +74,11 @@ class NodeIndex:
         for op_class in self.order:
             self._place(op_class)
         waiting = sums_that_wait(cuts.graph)
-        self.token_sums = frozenset(
-            op_class
-            for op_class, members in enumerate(cuts.folding.members)
-            if all(op in waiting for op in members) and self._makes_gradient(op_class)
-        )
+        token_sums = set()
+        for op_class, members in enumerate(cuts.folding.members):
+            if waiting.keys() >= set(members) and self._makes_gradient(op_class):
+                token_sums.add(op_class)
+        self.token_sums = frozenset(token_sums)
 
     def _makes_gradient(self, op_class: int) -> bool:
         """True if the result of a sum is a gradient wherever it is read."""

@@ -62,11 +62,11 @@ class ParallelBlock:
         if product not in self.exchanging:
             return (option,)
         axes = range(len(option))
-        orders = []
+        ways: dict[Choice, None] = {}
         for order in itertools.permutations(axes):
             if all(axis_sizes[axis] == axis_sizes[other] for axis, other in enumerate(order)):
-                orders.append(order)
-        return tuple(dict.fromkeys(tuple(option[other] for other in order) for order in orders))
+                ways[tuple([option[other] for other in order])] = None
+        return tuple(ways)
 
     def allows(self, product: int, choices: NDArray[np.int64], option: Choice) -> NDArray[np.bool_]:
         """True for each choice of a product that agrees with an option of the entry.
@@ -139,9 +139,10 @@ def outside_blocks(nodes: NodeGraph, blocks: Iterable[ParallelBlock]) -> list[Op
 
 def blocks_of_operators(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> dict[int, int]:
     """For each operator that is a product of a block, the position of this block."""
-    return block_by_operator(
-        nodes, {p: k for k, block in enumerate(blocks) for p in block.products}
-    )
+    block_of: dict[int, int] = {}
+    for k, block in enumerate(blocks):
+        block_of.update(dict.fromkeys(block.products, k))
+    return block_by_operator(nodes, block_of)
 
 
 def block_by_operator(nodes: NodeGraph, block_of: Mapping[int, int]) -> dict[int, int]:

@@ -9,6 +9,7 @@ runs once. The parts of the step are told apart by dataflow alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -117,7 +118,7 @@ class _Cut:
             phased=Phased(
                 body=body,
                 late=late,
-                late_values=tuple(o for k in late for o in self.items[k].outputs),
+                late_values=tuple(itertools.chain(*(self.items[k].outputs for k in late))),
                 late_of_part=not summed and self._same_shapes(late),
                 crossing=tuple(sorted({*crossing, *(result for _, result in self.handed_on)})),
                 handed_on=self.handed_on,
@@ -148,7 +149,9 @@ class _Cut:
             cut = self.graph.values[given.value].shape != self.part.values[given.value].shape
             if isinstance(made, int) and made not in self.given and not cut:
                 successors[given.value] = made
-        maker = {o: item for item in self.items for o in item.outputs}
+        maker: dict[ValueId, Item] = {}
+        for item in self.items:
+            maker.update(dict.fromkeys(item.outputs, item))
         varying = self.graph.inputs_of(Role.BATCH)
         handed: dict[ValueId, ValueId] = {}
         while True:
@@ -336,12 +339,11 @@ class _Cut:
 
     def _same_shapes(self, late: Sequence[int]) -> bool:
         whole, part = self.graph.values, self.part.values
-        return all(
-            whole[v].shape == part[v].shape
-            for k in late
-            for v in (*self.items[k].inputs, *self.items[k].outputs)
-        ) and all(
-            self.graph.ops[n].trips == self.part.ops[n].trips
-            for k in late
-            for n in self.items[k].ops
-        )
+        for item in (self.items[k] for k in late):
+            for v in (*item.inputs, *item.outputs):
+                if whole[v].shape != part[v].shape:
+                    return False
+            for n in item.ops:
+                if self.graph.ops[n].trips != self.part.ops[n].trips:
+                    return False
+        return True

@@ -9,6 +9,7 @@ walks a step with it.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -297,10 +298,9 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
     if len(known) > 1:
         return "it meets examples of joined batches, or of chunks of a batch, in another order"
     blocks = next(iter(known), ANY)
+    dims_of_rule = itertools.chain(*rule.operands, *rule.results)
     if blocks != 1 and any(
-        len(names) > 1 and names[0] in letters.values()
-        for dims in (*rule.operands, *rule.results)
-        for names in dims
+        len(names) > 1 and names[0] in letters.values() for names in dims_of_rule
     ):
         # A dim of several factors is read in the order of its elements.
         if blocks != ANY or op.name == "reshape":

@@ -5,6 +5,7 @@ A round ends where scalars of other stages are needed, such as the norm of all g
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 from ...graph import (
@@ -16,7 +17,9 @@ from ...graph import (
     ValueId,
     items_of,
     made_at,
+    made_by,
     place_update,
+    read_by,
 )
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 from ._stage_programs import Part, StageProgram
@@ -138,13 +141,13 @@ class Update:
             reads[key] += [v for v in sorted(values & self._early) if v not in reads[key]]
         # Totals are combined in the first round, even if only later rounds or other stages read
         # them.
-        for v in {v for values in reads.values() for v in values if v in self._crossing}:
+        totals_read = self._crossing.keys() & set(itertools.chain(*reads.values()))
+        for v in totals_read:
             closed.setdefault((self._crossing[v], 0), set())
             reads.setdefault((self._crossing[v], 0), [])
-        self.wanted_totals = {v for values in reads.values() for v in values if v in self._crossing}
-        self.wanted_totals |= {
-            v for wanted in results.values() for v in wanted if v in self._crossing
-        }
+        self.wanted_totals = totals_read | (
+            self._crossing.keys() & set(itertools.chain(*results.values()))
+        )
         combined_in = {v: (self._crossing[v], 0) for v in self.wanted_totals}
         programs = []
         for key in sorted(closed, key=lambda key: (key[1], key[0])):
@@ -154,7 +157,10 @@ class Update:
                 if self._stage[k] == stage:
                     inside.update(self._items[k].outputs)
             combines = tuple(sorted(v for v, where in combined_in.items() if where == key))
-            elsewhere = {v for other, values in reads.items() if other != key for v in values}
+            elsewhere: set[ValueId] = set()
+            for other, read in reads.items():
+                if other != key:
+                    elsewhere.update(read)
             exports = (inside | set(combines)) & elsewhere | results.get(key, set())
             items = sorted(closed[key])
             programs.append(
@@ -196,9 +202,6 @@ class Update:
 
     def _reads(self, chosen: Iterable[int]) -> list[ValueId]:
         """Values that items read and none of them makes."""
-        inside = {o for k in chosen for o in self._items[k].outputs} | self._graph.constants.keys()
-        return list(
-            dict.fromkeys(
-                i for k in sorted(chosen) for i in self._items[k].inputs if i not in inside
-            )
-        )
+        items = [self._items[k] for k in sorted(chosen)]
+        inside = made_by(items) | self._graph.constants.keys()
+        return [i for i in read_by(items) if i not in inside]
