@@ -204,17 +204,18 @@ def same_structure(a: Extract, b: Extract) -> bool:
     x, y = a.graph, b.graph
     if (len(x.ops), len(x.inputs), len(x.outputs)) != (len(y.ops), len(y.inputs), len(y.outputs)):
         return False
-    roles = [(i.value, i.role) for i in x.inputs] == [(i.value, i.role) for i in y.inputs]
-    values = [(v.shape, v.dtype) for v in x.values] == [(v.shape, v.dtype) for v in y.values]
-    return (
-        roles
-        and values
-        and all(
-            (p.name, p.outputs, p.phase, p.deferrable) == (q.name, q.outputs, q.phase, q.deferrable)
-            and _indices(p) == _indices(q)
-            for p, q in zip(x.ops, y.ops, strict=True)
-        )
-    )
+    for i, j in zip(x.inputs, y.inputs):
+        if (i.value, i.role) != (j.value, j.role):
+            return False
+    for v, w in zip(x.values, y.values):
+        if (v.shape, v.dtype) != (w.shape, w.dtype):
+            return False
+    for p, q in zip(x.ops, y.ops):
+        if (p.name, p.outputs, p.phase, p.deferrable) != (q.name, q.outputs, q.phase, q.deferrable):
+            return False
+        if _indices(p) != _indices(q):
+            return False
+    return len(x.values) == len(y.values)
 
 
 def _indices(op: Op) -> list[int | None]:

@@ -126,23 +126,33 @@ class _Builder:
         stacks: Sequence[tuple[Operand, ValueId]],
     ) -> Call:
         """One half of a loop: a scan with the given items, carries, slices and stacked results."""
-        ends = [*(c.end for c in carries), *(b for b, _ in stacks)]
+        starts: list[Operand] = []
+        inner: list[Operand] = []
+        ends: list[Operand] = []
+        results: list[ValueId] = []
+        for c in carries:
+            starts.append(c.start)
+            inner.append(c.inner)
+            ends.append(c.end)
+            results.append(c.result)
+        for row, stack in stacks:
+            ends.append(row)
+            results.append(stack)
         read = set(value_ids(ends))
         for item in items:
             read.update(reads_of(self._graph, item))
-        # Slices that this half does not read are left out, so that they need not be kept for it.
-        used = [(whole, row) for whole, row in slices if row in read]
-        block = Block(
-            inputs=(*(c.inner for c in carries), *(row for _, row in used)),
-            items=tuple(items),
-            outputs=tuple(ends),
-        )
+        for whole, row in slices:
+            # Others are left out, so that they need not be kept for this half.
+            if row in read:
+                starts.append(whole)
+                inner.append(row)
+        block = Block(inputs=tuple(inner), items=tuple(items), outputs=tuple(ends))
         return Call(
             kind="scan",
             eqn=compat.loop_like(call.eqn, len(carries)),
             blocks=(block,),
-            inputs=(*(c.start for c in carries), *(whole for whole, _ in used)),
-            outputs=(*(c.result for c in carries), *(o for _, o in stacks)),
+            inputs=tuple(starts),
+            outputs=tuple(results),
         )
 
     def _stacked(self, value: ValueId, length: int) -> ValueId:

@@ -155,10 +155,12 @@ class _Reader:
             return self._inside(bodies[0], given, share, times)
         for part in bodies:
             self._inside(part, [], share, times)
-        evaluate = _SCALARS.get(name)
-        if evaluate is None or any(v is None for v in given) or eqn.outvars[0].aval.shape:
+        function = _SCALARS.get(name)
+        if any(v is None for v in given) or eqn.outvars[0].aval.shape:
             return []
-        return [evaluate(eqn, *given)]
+        if name == "convert_element_type" and given[0] is not None:
+            return [given[0].astype(params["new_dtype"])]
+        return [] if function is None else [np.asarray(function(*given))]
 
     def _inside(
         self, body: Any, given: Sequence[Known | None], share: Known, times: float
@@ -185,7 +187,7 @@ def _entry(eqn: Any, given: Sequence[Known | None]) -> Known | None:
     return entry
 
 
-def _quotient(_: Any, a: Known, b: Known) -> Known:
+def _quotient(a: Known, b: Known) -> Known:
     """As XLA divides: integers towards zero."""
     if np.issubdtype(a.dtype, np.integer):
         whole: Known = np.sign(a) * np.sign(b) * (np.abs(a) // np.maximum(np.abs(b), 1))
@@ -193,14 +195,11 @@ def _quotient(_: Any, a: Known, b: Known) -> Known:
     return np.divide(a, b)
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Known]:
-    return lambda _, *given: np.asarray(function(*given))
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_SCALARS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
+    "div": _quotient,
     "neg": operator.neg,
     "abs": np.abs,
     "sign": np.sign,
@@ -220,9 +219,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: np.choose(which.astype(np.int64), cases),
     "clamp": lambda low, x, high: np.clip(x, low, high),
 }
-_SCALARS = {name: _plain(function) for name, function in _FUNCTIONS.items()}
-_SCALARS["div"] = _quotient
-_SCALARS["convert_element_type"] = lambda eqn, x: x.astype(eqn.params["new_dtype"])
 
 
 def _path(body: Any) -> tuple[int, bool]:

@@ -126,15 +126,14 @@ def kernel_on_pieces(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
         return aval.update(shape=tuple(sizes))
 
     walked = [*kernel.operands[mapping.num_index_operands :], *kernel.results]
-    blocks = tuple(
-        dataclasses.replace(block, array_aval=piece(block.array_aval, walks))
-        for block, walks in zip(mapping.block_mappings, walked, strict=True)
-    )
+    blocks = []
+    for block, walks in zip(mapping.block_mappings, walked, strict=True):
+        blocks.append(dataclasses.replace(block, array_aval=piece(block.array_aval, walks)))
     changed = {
-        "grid_mapping": dataclasses.replace(mapping, grid=tuple(grid), block_mappings=blocks),
-        "out_avals": tuple(
-            piece(a, w) for a, w in zip(params["out_avals"], kernel.results, strict=True)
+        "grid_mapping": dataclasses.replace(
+            mapping, grid=tuple(grid), block_mappings=tuple(blocks)
         ),
+        "out_avals": tuple(map(piece, params["out_avals"], kernel.results)),
     }
     estimate = params.get("cost_estimate")
     if estimate is not None:

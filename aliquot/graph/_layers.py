@@ -423,7 +423,8 @@ def _places_in_run(
     rated: list[tuple[float, int, list[int]]] = []
     for offset in range(run.period):
         # At offset 0, the end of the last copy is a place, too.
-        ops = [run.start + offset + k * run.period for k in range(run.count + (offset == 0))]
+        start = run.start + offset
+        ops = range(start, start + (run.count + (offset == 0)) * run.period, run.period)
         places = [place_of[k] for k in ops if k in place_of]
         if len(places) < run.count:
             continue

@@ -174,7 +174,11 @@ def in_one_turn(graph: Graph, larger: Graph) -> Extract:
             blocks.append(Block(inputs=inputs, items=items, outputs=outputs))
         return replace(op_or_call, inputs=operands(op_or_call.inputs), blocks=tuple(blocks))
 
-    inside = _ops_of(larger, block)
+    # With the links of the loops inside it.
+    inside = set(ops_inside(loop.call))
+    for inner in block.items:
+        if isinstance(inner, Call):
+            inside |= links_around(larger, inner)
     ops = [structs.replace(op, inputs=operands(op.inputs)) for op in graph.ops]
     values = list(graph.values)
     for k in inside:
@@ -204,14 +208,3 @@ def in_one_turn(graph: Graph, larger: Graph) -> Extract:
         if each.op_or_call not in loop.cuts or not needed.isdisjoint(each.outputs):
             kept.append(each)
     return with_items(whole, kept)
-
-
-def _ops_of(graph: Graph, block: Block) -> set[OpId]:
-    """The operators of a body, with the links of the loops inside it."""
-    ops: set[OpId] = set()
-    for item in block.items:
-        if isinstance(item, Call):
-            ops |= {*ops_inside(item), *links_around(graph, item)}
-        else:
-            ops.add(item)
-    return ops

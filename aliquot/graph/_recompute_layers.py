@@ -611,12 +611,12 @@ def _with_less_kept(
                 instead[old] = new
     if not dropped:
         return {}
-    kept = [
-        (stack, inner)
-        for stack, inner in zip(forward.outputs[num_carry:], block.outputs[num_carry:], strict=True)
-        if stack not in dropped
-    ]
-    ends = [*block.outputs[:num_carry], *(inner for _, inner in kept), *(v for _, v in new_stacks)]
+    ends, results = [*block.outputs[:num_carry]], [*forward.outputs[:num_carry]]
+    stacked = zip(forward.outputs[num_carry:], block.outputs[num_carry:], strict=True)
+    for stack, inner in (*stacked, *new_stacks):
+        if stack not in dropped:
+            ends.append(inner)
+            results.append(stack)
     alive = set(value_ids(ends))
     first = replace(
         forward,
@@ -628,23 +628,18 @@ def _with_less_kept(
                 outputs=tuple(ends),
             ),
         ),
-        outputs=(
-            *forward.outputs[:num_carry],
-            *(stack for stack, _ in kept),
-            *(stack for stack, _ in new_stacks),
-        ),
+        outputs=tuple(results),
     )
     around = tuple(value for value in more_consts if value not in backward.inputs[:other_consts])
-    still = [(stack, inner) for stack, inner in given if stack not in dropped]
-    still += more_rows.items()
-    carried = other.inputs[other_consts : other_consts + other_carry]
-    inputs = (*other.inputs[:other_consts], *around, *carried, *(inner for _, inner in still))
-    operands = (
-        *backward.inputs[:other_consts],
-        *around,
-        *backward.inputs[other_consts : other_consts + other_carry],
-        *(stack for stack, _ in still),
-    )
+    carried = slice(other_consts, other_consts + other_carry)
+    inputs = [*other.inputs[:other_consts], *around, *other.inputs[carried]]
+    operands = [*backward.inputs[:other_consts], *around, *backward.inputs[carried]]
+    for array, old in given:
+        if array not in dropped:
+            inputs.append(old)
+            operands.append(array)
+    inputs += more_rows.values()
+    operands += more_rows
     body = [*copies, *(loose.reading(item, instead) for item in other.items)]
     outputs = _renamed(other.outputs, instead)
     second = replace(
@@ -652,8 +647,8 @@ def _with_less_kept(
         eqn=compat.loop_like(
             backward.eqn, other_carry, other_consts + len(around), scope=_scope(loose, backward)
         ),
-        blocks=(_in_region(loose, inputs, body, outputs),),
-        inputs=operands,
+        blocks=(_in_region(loose, tuple(inputs), body, outputs),),
+        inputs=tuple(operands),
     )
     return {id(forward): first, id(backward): second}
 

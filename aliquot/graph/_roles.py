@@ -238,8 +238,11 @@ def batch_paths(
     # The size of each array by path, for each argument.
     sized: list[dict[str, int]] = []
     for items in fresh:
-        arrays = [i for i in items if values[i.value].shape and not reach.key[i.value]]
-        sized.append({i.path: values[i.value].shape[0] for i in arrays})
+        sizes = {}
+        for i in items:
+            if values[i.value].shape and not reach.key[i.value]:
+                sizes[i.path] = values[i.value].shape[0]
+        sized.append(sizes)
     sized = [sizes for sizes in sized if len(set(sizes.values())) == 1] or sized
     # Reversed, because `Counter` returns the first of equally frequent sizes, not the last.
     votes = Counter(itertools.chain(*(sizes.values() for sizes in reversed(sized))))

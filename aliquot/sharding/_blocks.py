@@ -210,11 +210,10 @@ class _Finder:
             for e in self.operands[product]:
                 if e.source in self.parameters:
                     touched.add(self.parameters[e.source])
-            gradients = []
             for e in self.results[product]:
                 if e.gradient or e.target in self.parameters:
-                    gradients.append(e)
-            touched |= {self.parameter_of_gradient.get(e.target, -1) for e in gradients} - {-1}
+                    touched.add(self.parameter_of_gradient.get(e.target, -1))
+            touched.discard(-1)
             if len(touched) == 1:
                 owner[product] = touched.pop()
         return owner
@@ -273,17 +272,15 @@ class _Finder:
             for product in self.products:
                 if product in owner:
                     continue
-                neighbours = [e.source for e in self.operands[product]] + [
-                    e.target for e in self.results[product]
-                ]
-                roots = {self._only_owner(n, owner, blocks) for n in neighbours}
+                neighbours = {e.source for e in self.operands[product]}
+                neighbours |= {e.target for e in self.results[product]}
                 candidates = []
-                for r in roots:
-                    if r is not None and starts[r] >= 0:
-                        candidates.append((starts[r], r))
-                candidates.sort()
+                for node in neighbours:
+                    root = self._only_owner(node, owner, blocks)
+                    if root is not None and starts[root] >= 0:
+                        candidates.append((starts[root], root))
                 if candidates:
-                    _, first_root = candidates[0]
+                    _, first_root = min(candidates)
                     owner[product] = first_root
                     members[first_root].append(product)
                     has_changed = True

@@ -154,9 +154,8 @@ class Cuts:
                     read.append((position, value_class, count))
             self._reads.append(tuple(read))
         self._on_examples = []
-        for reads, op in zip(self._reads, self.first, strict=True):
-            made = [int(self.folding.value_class[o]) for o in op.outputs if o >= 0]
-            touched = (*made, *(v for _, v, _ in reads))
+        for op_class, reads in enumerate(self._reads):
+            touched = (*self.made(op_class), *(v for _, v, _ in reads))
             self._on_examples.append(any(self.batch_dims[v] for v in touched))
 
     def shape(self, value_class: int) -> tuple[int, ...]:

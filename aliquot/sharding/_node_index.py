@@ -87,8 +87,8 @@ class NodeIndex:
         if not cuts.rules[op_class].contracts:
             return self.enters_update(out)
         value_class = int(cuts.folding.value_class[out])
-        keys = [("landed", value_class, zone) for zone in ("main", "update")]
-        return all(self.is_gradient(key) for key in keys if key in cuts.slots.by_key)
+        keys = {("landed", value_class, "main"), ("landed", value_class, "update")}
+        return all(map(self.is_gradient, keys & cuts.slots.by_key.keys()))
 
     def is_gradient(self, key: Hashable) -> bool:
         """True if an array in a slot other than its home is a gradient, or a term of one, such as
@@ -120,8 +120,10 @@ class NodeIndex:
                     self.readers_as_split.setdefault(slot, []).append(op)
         if cuts.rules[op_class].contracts:
             return
-        homes = [cuts.home(int(cuts.folding.value_class[o])) for o in op.outputs if o >= 0]
-        touched += [slot for slot in homes if slot is not None]
+        for value_class in cuts.made(op_class):
+            slot = cuts.home(value_class)
+            if slot is not None:
+                touched.append(slot)
         if touched:
             node = self.of_group[cuts.slots.group(touched[0])]
             self.op_group[op_class] = node

@@ -246,7 +246,10 @@ class OwnResults:
         if not rule.linear:
             return False
         groups = _groups(rule.linear)
-        return any(all(given[k].zero for k in places) for places in groups)
+        for places in groups:
+            if all(given[k].zero for k in places):
+                return True
+        return False
 
     def _degree(
         self, op: Op, rule: DimRule, given: Sequence[Own], position: int, rows: int | None

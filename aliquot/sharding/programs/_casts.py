@@ -178,13 +178,11 @@ def cast_once(
     # Scalars that the early graph makes have its names.
     early = set(parts.early.input_values)
     early |= {v for v, made in zip(parts.inside, parts.early_values, strict=True) if v == made}
-    casts = {
-        cast: made
-        for cast, made in parameter_casts(graph).items()
-        if made.reads <= early
-        and settled.isdisjoint(made.reads)
-        and stage_of.get(graph.ops[cast].outputs[0], SHARED) in stages
-    }
+    casts = {}
+    for cast, found in parameter_casts(graph).items():
+        stage = stage_of.get(graph.ops[cast].outputs[0], SHARED)
+        if found.reads <= early and settled.isdisjoint(found.reads) and stage in stages:
+            casts[cast] = found
     # A cast may have the result of one that stays where it is.
     firsts = {made.first for made in casts.values() if made.first in casts}
     casts = {cast: made for cast, made in casts.items() if made.first in firsts}

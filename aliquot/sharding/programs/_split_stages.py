@@ -322,21 +322,16 @@ class _Body:
         handed_on = tuple((v, new) for v, new in self._graphs.handed_on if new in made_here)
         outputs = list(dict.fromkeys([*exports, *totals, *(new for _, new in handed_on)]))
         numbers = {self._graphs.group, self._graphs.micro_batch}
-        given = tuple(sorted(i for i in draft.reads if i in self._given))
+        given = tuple(sorted(self._given.intersection(draft.reads)))
+        imports = set(draft.reads) - self._given - self._early - self._handed - numbers
         base, items = self._in_order(draft)
         return StageProgram(
             stage=draft.stage,
             part=draft.part,
             graph=subgraph(base, draft.reads, items, outputs),
             given=given,
-            early=tuple(sorted(i for i in draft.reads if i in self._early)),
-            imports=tuple(
-                sorted(
-                    i
-                    for i in draft.reads
-                    if i not in self._given | self._early | self._handed | numbers
-                )
-            ),
+            early=tuple(sorted(self._early.intersection(draft.reads))),
+            imports=tuple(sorted(imports)),
             exports=exports,
             kept=frozenset(made_here & read_on_stage),
             totals=tuple(v for v in totals if v not in stacked),
