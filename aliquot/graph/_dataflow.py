@@ -114,7 +114,7 @@ def _item(graph: Graph, op_or_call: OpId | Call, sees: list[int]) -> Item:
     inside = tuple(ops_inside(op_or_call)) if isinstance(op_or_call, Call) else (op_or_call,)
     inputs = reads_of(graph, op_or_call)
     made = op_or_call.outputs if isinstance(op_or_call, Call) else graph.ops[op_or_call].outputs
-    outputs = tuple(value_ids(made))
+    outputs = tuple([o for o in made if o >= 0])
     reads = 0
     for i in inputs:
         reads |= sees[i]

@@ -34,6 +34,8 @@ class Factors:
         """A factor for each dim of a shape: one that may be split, or that must stay whole for the
         dims in `whole`.
         """
+        if not whole:
+            return tuple(map(self.split, shape))
         dims = []
         for d, size in enumerate(shape):
             dims.append(self.whole(size) if d in whole else self.split(size))
