@@ -219,12 +219,7 @@ def with_recomputation(graph: Graph, name: str, *, like: Graph | None = None) ->
     known = like.calling.recompute if like is not None else None
     loose, how = recomputing(graph, name, known.places if known is not None else None)
     with _garbage_collection_paused():
-        is_plain = True
-        for call in loose.body.items:
-            if isinstance(call, Call):
-                nests = any(isinstance(inner, Call) for inner in call.blocks[0].items)
-                is_plain &= call.kind == "remat" and not nests
-        if is_plain:
+        if all(_is_plain_region(call) for call in loose.body.items if isinstance(call, Call)):
             traced, how = _numbered(loose, how)
         else:
             how = replace(how, op_origins=(), value_origins=())
@@ -245,6 +240,10 @@ def with_recomputation(graph: Graph, name: str, *, like: Graph | None = None) ->
             outputs=tuple([replace(old, value=value) for old, value in outputs]),
             calling=replace(graph.calling, recompute=how, as_written=graph, **fresh),
         )
+
+
+def _is_plain_region(call: Call) -> bool:
+    return call.kind == "remat" and not any(isinstance(i, Call) for i in call.blocks[0].items)
 
 
 def _numbered(loose: Graph, how: Recomputation) -> tuple[_Traced, Recomputation]:

@@ -176,7 +176,18 @@ def _independent(
     mapping = params["grid_mapping"]
     if params.get("mesh") is not None or not mapping.num_outputs:
         return frozenset()
-    asked = _asked(params, grid)
+    # The dims of the grid whose position or size the kernel asks for. A kernel numbers them without
+    # those that `vmap` has added.
+    added = set(mapping.vmapped_dims)
+    grid_dims = [g for g in range(len(grid)) if g not in added]
+    asked: set[int] = set()
+    for eqn in _equations(compat.open_body(params["jaxpr"])[0]):
+        name = eqn.primitive.name
+        if name in ("program_id", "num_programs"):
+            asked.add(grid_dims[eqn.params["axis"]])
+        elif any(word in name for word in ("semaphore", "dma", "callback", "print", "prng")):
+            # Runs may wait for one another or must happen in order, so no dim can be cut.
+            asked.update(range(len(grid)))
     has_memory = bool(mapping.scratch_avals)
     independent = set()
     for g in range(len(grid)):
@@ -215,24 +226,6 @@ def _uses(block: Any, grid_dim: int, walks: Sequence[Walked]) -> bool:
         if index is var and walk.grid_dim != grid_dim:
             return True
     return False
-
-
-def _asked(params: Mapping[str, Any], grid: Sequence[int]) -> frozenset[int]:
-    """The dims of the grid whose position or size the kernel asks for."""
-    body, _ = compat.open_body(params["jaxpr"])
-    # A kernel numbers the dims of its grid without those that `vmap` has added.
-    added = set(params["grid_mapping"].vmapped_dims)
-    grid_dims = [g for g in range(len(grid)) if g not in added]
-    asked: set[int] = set()
-    for eqn in _equations(body):
-        if eqn.primitive.name in ("program_id", "num_programs"):
-            asked.add(grid_dims[eqn.params["axis"]])
-        elif any(
-            word in eqn.primitive.name for word in ("semaphore", "dma", "callback", "print", "prng")
-        ):
-            # Runs may wait for one another or must happen in order, so no dim can be cut.
-            return frozenset(range(len(grid)))
-    return frozenset(asked)
 
 
 def _equations(body: Any) -> Iterator[Any]:

@@ -176,27 +176,21 @@ def _node(naming: NodeIndex, index: NodeId) -> Node:
     # The input that a group holds, or its first array.
     values = [naming.slot_value[s] for s in slots]
     named = [v for v in values if naming.cuts.producer[v] is None]
+    # Equal labels are numbered.
+    seen: Counter[str] = Counter()
+    factors = []
+    for size, label, (_, op) in zip(sizes, labels, shortest, strict=True):
+        seen[label] += 1
+        distinct = label if seen[label] == 1 else f"{label}#{seen[label]}"
+        factors.append(Factor(size=size, label=distinct, shortest=op))
     return Node(
         index=index,
         label=naming.label_of_value((named or values)[0]),
         kind=kind,
-        factors=tuple(
-            Factor(size=size, label=label, shortest=op)
-            for size, label, (_, op) in zip(sizes, _distinct(labels), shortest, strict=True)
-        ),
+        factors=tuple(factors),
         copies=max(len(naming.cuts.folding.value_members[naming.slot_value[s]]) for s in slots),
         collectives=group_collectives(naming, index),
     )
-
-
-def _distinct(labels: list[str]) -> list[str]:
-    """Labels made distinct: equal ones are numbered."""
-    seen: Counter[str] = Counter()
-    distinct = []
-    for label in labels:
-        seen[label] += 1
-        distinct.append(label if seen[label] == 1 else f"{label}#{seen[label]}")
-    return distinct
 
 
 def _sites(naming: NodeIndex) -> list[Site]:

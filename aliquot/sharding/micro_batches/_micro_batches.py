@@ -132,9 +132,7 @@ _DECOMPOSES = weakref.WeakKeyDictionary()
 def _exact(
     graph: Graph, num_micro_batches: int, num_groups: int, on_missing_rule: str
 ) -> MicroBatchPlan:
-    how: Recomputation | None = graph.calling.recompute
-    # Layers that are written out and recompute.
-    if how is not None and how.op_origins:
+    if _repeats_written_layers(graph):
         written: Graph = graph.calling.as_written
         known = _exact(written, num_micro_batches, num_groups, on_missing_rule)
         if (repeated := _repeated(graph, known)) is not None:
@@ -159,6 +157,12 @@ def _exact(
             for output in graph.outputs
         },
     )
+
+
+def _repeats_written_layers(graph: Graph) -> bool:
+    """True for a step whose layers are written out and recompute."""
+    how: Recomputation | None = graph.calling.recompute
+    return how is not None and bool(how.op_origins)
 
 
 def _repeated(graph: Graph, known: MicroBatchPlan) -> MicroBatchPlan | None:
@@ -314,13 +318,19 @@ def runs_in_groups(
     known = _DECOMPOSES.setdefault(graph, {})
     key = num_micro_batches * num_groups, on_missing_rule
     if key not in known:
-        # To say why it does not would take longer than to find out.
-        try:
-            found = _analysed(graph, key[0], 1, on_missing_rule)[-1]
-            known[key] = not (found.violations or found.conflicts)
-        except (InputError, CaptureError):
-            known[key] = False
+        known[key] = _decomposes(graph, *key)
     return known[key]
+
+
+def _decomposes(graph: Graph, parts: int, on_missing_rule: str) -> bool:
+    """True if the step runs on so many equal parts of its batch. To say why it does not would take
+    longer than to find out.
+    """
+    try:
+        found = _analysed(graph, parts, 1, on_missing_rule)[-1]
+    except (InputError, CaptureError):
+        return False
+    return not (found.violations or found.conflicts)
 
 
 def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> bool:
@@ -398,21 +408,17 @@ def _refusal(
             " aliquot.experts in place of the sort and the grouped products (ragged_dot), which"
             " micro-batches and split experts leave exact, or"
         )
-    return CaptureError(
-        f"{graph.name} does not decompose into micro-batches:{text}{more}\n  Use{instead}"
-        f" num_micro_batches=1{_or_independent(graph, num_micro_batches, on_missing_rule)}."
+    independent = (
+        ', or micro_batch_semantics="independent" (--micro-batch-semantics independent): each'
+        " micro-batch is then a step of its own, as by gradient accumulation, and the numbers are"
+        " other than the whole batch's"
     )
-
-
-def _or_independent(graph: Graph, num_micro_batches: int, on_missing_rule: str) -> str:
-    """Advice to run each micro-batch as a step of its own, if that was tried and is possible."""
     try:
         cut_own(graph, num_micro_batches, on_missing_rule=on_missing_rule)
     except (CaptureError, InputError) as error:
         reason = str(error).split(": ", 1)[-1].split(". ")[0].split("\n")[0]
-        return f" (independent micro-batches are no way out: {reason})"
-    return (
-        ', or micro_batch_semantics="independent" (--micro-batch-semantics independent): each'
-        " micro-batch is then a step of its own, as by gradient accumulation, and the numbers are"
-        " other than the whole batch's"
+        independent = f" (independent micro-batches are no way out: {reason})"
+    return CaptureError(
+        f"{graph.name} does not decompose into micro-batches:{text}{more}\n  Use{instead}"
+        f" num_micro_batches=1{independent}."
     )
