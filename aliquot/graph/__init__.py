@@ -16,8 +16,11 @@ from ._checks import raises as raises
 from ._dataflow import Item as Item
 from ._dataflow import is_from_another_stage as is_from_another_stage
 from ._dataflow import items_of as items_of
+from ._dataflow import made_at as made_at
+from ._dataflow import made_by as made_by
 from ._dataflow import ops_inside as ops_inside
 from ._dataflow import plain_item as plain_item
+from ._dataflow import read_by as read_by
 from ._deferrable import Deferrable as Deferrable
 from ._deferrable import deferrable_items as deferrable_items
 from ._deferrable import passes_gradients_on as passes_gradients_on
@@ -144,6 +147,7 @@ from ._types import Split as Split
 from ._types import StageId as StageId
 from ._types import Value as Value
 from ._types import ValueId as ValueId
+from ._types import value_ids as value_ids
 from ._wires import Wire as Wire
 from ._wires import wires_of as wires_of
 from .rules import Factors as Factors

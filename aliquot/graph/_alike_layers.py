@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ._dataflow import Item, made_by, read_by
-from ._layers import crossing_bytes
+from ._dataflow import Item, forward_places, made_by, read_by
+from ._layers import crossing_bytes, narrowest
 from ._rule import traits_of
-from ._types import Graph, Literal, Phase
+from ._types import Graph, Literal
 
 
 def alike_layers(graph: Graph, items: Sequence[Item]) -> tuple[tuple[int, int], ...]:
@@ -26,18 +26,23 @@ def alike_layers(graph: Graph, items: Sequence[Item]) -> tuple[tuple[int, int], 
     Of a run of products that repeats, each copy is a layer. It begins where the fewest bytes cross
     between the products of two copies.
     """
-    forward = [k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared]
-    products = []
+    forward = forward_places(items)
+    places: list[int] = []
+    # What the products of an item have in common with those of other layers.
+    keys: list[Any] = []
     for place, k in enumerate(forward):
-        key = tuple(
-            _key(graph, op) for op in items[k].ops if traits_of(graph.ops[op].name).multiplies
-        )
+        key = []
+        for op in (graph.ops[n] for n in items[k].ops):
+            if traits_of(op.name).multiplies:
+                read = [i if isinstance(i, Literal) else graph.values[i] for i in op.inputs]
+                shapes = tuple(array.shape for array in read)
+                key.append((op.name, shapes, str(op.params.get("dimension_numbers"))))
         if key:
-            products.append((place, key))
+            places.append(place)
+            keys.append(tuple(key))
     crossing = crossing_bytes(graph, items, forward)
-    places = [place for place, _ in products]
     layers: list[tuple[int, int]] = []
-    for run in _runs([key for _, key in products], 0):
+    for run in _runs(keys, 0):
         found = _cut(run, places, crossing)
         parts = []
         for a, b in found:
@@ -48,13 +53,6 @@ def alike_layers(graph: Graph, items: Sequence[Item]) -> tuple[tuple[int, int], 
         if all(reads):
             layers += found
     return tuple((forward[a], forward[b - 1] + 1) for a, b in layers)
-
-
-def _key(graph: Graph, number: int) -> Any:
-    """What products of two layers have in common."""
-    op = graph.ops[number]
-    shapes = [i.shape if isinstance(i, Literal) else graph.values[i].shape for i in op.inputs]
-    return op.name, tuple(shapes), str(op.params.get("dimension_numbers"))
 
 
 class _Run(NamedTuple):
@@ -86,15 +84,17 @@ def _runs(keys: Sequence[Any], start: int) -> list[_Run]:
 
 def _cut(run: _Run, places: Sequence[int], crossing: NDArray[np.float64]) -> list[tuple[int, int]]:
     """The layers of a run, as ranges of places of the forward pass."""
-    found: list[tuple[float, int, list[int], list[int]]] = []
+    found: list[tuple[float, int, list[int], range]] = []
     for offset in range(run.period):
         count = (run.size - offset) // run.period
         if count < 2:
             break
-        firsts = [run.start + offset + n * run.period for n in range(count)]
-        # Between the last product of a layer and the first of the next.
-        gaps = [range(places[k - 1] + 1, places[k] + 1) for k in firsts[1:]]
-        cuts = [max(gap, key=lambda place: (-crossing[place], place)) for gap in gaps]
+        start = run.start + offset
+        firsts = range(start, start + count * run.period, run.period)
+        cuts = []
+        for k in firsts[1:]:
+            # Between the last product of a layer and the first of the next.
+            cuts.append(narrowest(range(places[k - 1] + 1, places[k] + 1), crossing))
         widest = max(float(crossing[cut]) for cut in cuts)
         found.append((widest, -count, cuts, firsts))
     _, _, cuts, firsts = min(found, key=lambda each: each[:2])

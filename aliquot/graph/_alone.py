@@ -95,15 +95,14 @@ class LoneOperator:
         random = np.random.default_rng(draw)
         # Dims of size one are ignored: an index into them could only be 0.
         fewest = min((n for n in itertools.chain(*shapes) if n > 1), default=2)
-        return [
-            (
-                # A literal is part of what the operator computes, the same in every draw.
-                np.asarray(self._literals[k])
-                if k in self._literals
-                else _random(random, shape, dtype, draw, min(fewest, 2 + draw))
-            )
-            for k, (shape, dtype) in enumerate(zip(shapes, self._dtypes, strict=True))
-        ]
+        made = []
+        for k, (shape, dtype) in enumerate(zip(shapes, self._dtypes, strict=True)):
+            # A literal is part of what the operator computes, the same in every draw.
+            if k in self._literals:
+                made.append(np.asarray(self._literals[k]))
+            else:
+                made.append(_random(random, shape, dtype, draw, min(fewest, 2 + draw)))
+        return made
 
     def run(
         self, draws: Sequence[Sequence[Sequence[NDArray[Any]]]]
@@ -117,18 +116,16 @@ class LoneOperator:
         def program(given: Sequence[Sequence[Any]]) -> list[list[Any]]:
             results = []
             for operands in given:
-                arrays = [
-                    jax.random.wrap_key_data(o, impl=compat.key_generator(d))
-                    if _is_key(d)
-                    else o.astype(d)
-                    for o, d in zip(operands, self._dtypes, strict=True)
-                ]
-                results.append(
-                    [
-                        jax.random.key_data(r) if _is_key(r.dtype) else r
-                        for r in compat.bind(self._eqn, arrays)
-                    ]
-                )
+                arrays = []
+                for o, d in zip(operands, self._dtypes, strict=True):
+                    if _is_key(d):
+                        arrays.append(jax.random.wrap_key_data(o, impl=compat.key_generator(d)))
+                    else:
+                        arrays.append(o.astype(d))
+                made = []
+                for r in compat.bind(self._eqn, arrays):
+                    made.append(jax.random.key_data(r) if _is_key(r.dtype) else r)
+                results.append(made)
             return results
 
         device = compat.host_device()

@@ -99,12 +99,12 @@ class FlatCall:
 
         lines = [f"{path} is missing" for path in only_in(self, other)]
         lines += [f"{path} is new" for path in only_in(other, self)]
-        mine = {
-            path: value for path, (_, value) in zip(self.static_paths, self.statics, strict=True)
-        }
-        theirs = {
-            path: value for path, (_, value) in zip(other.static_paths, other.statics, strict=True)
-        }
+        mine = {}
+        for path, (_, value) in zip(self.static_paths, self.statics, strict=True):
+            mine[path] = value
+        theirs = {}
+        for path, (_, value) in zip(other.static_paths, other.statics, strict=True):
+            theirs[path] = value
         for path in mine | theirs:
             if path not in theirs or path not in mine:
                 lines.append(
@@ -248,7 +248,7 @@ class Calling:
             )
         self.out_tree, self.out_statics, self.num_results = tree, tuple(statics), len(arrays)
         self.out_parts = tuple(parts)
-        paths = ["".join(p) for p in parts]
+        paths = list(map("".join, parts))
         if objects:
             # Appended to the user's result, so that one program returns both.
             _, state = _nnx.split(objects)
@@ -281,10 +281,10 @@ class Calling:
     def _returns_setting(self, parts: Sequence[str], number: Any) -> bool:
         """True if a number in the result is a static argument that is returned at its own place."""
         ends = tuple(end for end in ("".join(parts), "".join(parts[1:])) if end)
-        return any(
-            static == number and path.endswith(ends)
-            for path, (_, static) in zip(self.call.static_paths, self.call.statics, strict=True)
-        )
+        for path, (_, static) in zip(self.call.static_paths, self.call.statics, strict=True):
+            if static == number and path.endswith(ends):
+                return True
+        return False
 
     def _known_static(self, leaf: Any) -> bool:
         return any(leaf is static for _, static in self.call.statics) or leaf is None
@@ -391,16 +391,18 @@ def _flatten(
             number = type(leaf) in (int, float) and not is_setting and path not in static_numbers
             if number:
                 numbers.append(path)
+                struct = compat.number_struct(leaf)
+                leaf = struct if shapes else np.asarray(leaf, struct.dtype)
             if number or is_array(leaf):
                 parts.append(where)
-                leaves.append(_number(leaf, shapes) if number else leaf)
+                leaves.append(leaf)
             else:
                 static_paths.append(path)
                 # Positions rise, so that inserting the statics in this order puts each where it
                 # was.
                 statics.append((len(leaves) + len(statics), leaf))
     return FlatCall(
-        paths=tuple("".join(p) for p in parts),
+        paths=tuple(map("".join, parts)),
         parts=tuple(parts),
         leaves=tuple(leaves),
         statics=tuple(statics),
@@ -409,11 +411,6 @@ def _flatten(
         definition=definition,
         numbers=tuple(numbers),
     )
-
-
-def _number(number: int | float, shape_only: bool) -> Any:
-    struct = compat.number_struct(number)
-    return struct if shape_only else np.asarray(number, struct.dtype)
 
 
 def _rebuild(

@@ -44,6 +44,7 @@ from ._types import (
     Role,
     Value,
     ValueId,
+    value_ids,
 )
 
 # The most traces of a step that are spent on finding which of its numbers must be static.
@@ -98,7 +99,12 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
 def _trace_with_numbers(
     calling: Calling, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Graph:
-    """The graph, with numbers static if the step needs their values."""
+    """The graph, with as few numbers static as the step needs the values of.
+
+    A number made static without need would break later calls: the step counter, for example, is a
+    Python number at first and an array after one step, and a plan refuses other values of static
+    arguments. Each number costs one more trace, so if there are many, all of them stay static.
+    """
     numbers = calling.call.numbers
     if not numbers:
         return build_graph(calling, calling.call.leaves)
@@ -111,7 +117,16 @@ def _trace_with_numbers(
         # branch. If it fails for another reason, this second trace raises the same error.
         calling = calling_of(fn, args, kwargs, static_numbers=frozenset(numbers))
         graph = build_graph(calling, calling.call.leaves)
-    return _with_fewest_static(fn, args, kwargs, numbers, graph)
+    static = frozenset(numbers)
+    for path in numbers if 1 < len(numbers) <= _MOST_TRIALS else ():
+        # Trace one more number; if that fails, the step needs its value, and it stays static.
+        calling = calling_of(fn, args, kwargs, static_numbers=static - {path})
+        try:
+            graph = build_graph(calling, calling.call.leaves)
+        except Exception:
+            continue
+        static -= {path}
+    return graph
 
 
 def _refuse_malformed_arrays(calling: Calling) -> None:
@@ -142,45 +157,13 @@ def _name(calling: Calling) -> str:
 def _examples(calling: Calling) -> str:
     """The last example arguments, mostly the batch, as they were understood."""
     call = calling.call
-    arrays = [
-        f"{path} {leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
-        for path, leaf in zip(call.paths, call.leaves, strict=True)
-    ]
-    others = [
-        f"{path}, a {type(value).__name__} and no array"
-        for path, (_, value) in zip(call.static_paths, call.statics, strict=True)
-    ]
+    arrays = []
+    for path, leaf in zip(call.paths, call.leaves, strict=True):
+        arrays.append(f"{path} {leaf.dtype}[{', '.join(map(str, leaf.shape))}]")
+    others = []
+    for path, (_, value) in zip(call.static_paths, call.statics, strict=True):
+        others.append(f"{path}, a {type(value).__name__} and no array")
     return "; ".join([*arrays[-_MOST_LISTED:], *others[-_MOST_LISTED:]])
-
-
-def _with_fewest_static(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    numbers: Sequence[str],
-    graph: Graph,
-) -> Graph:
-    """The graph of a step that needs the values of some numbers, with as few static as possible.
-
-    A number made static without need would break later calls: the step counter, for example, is a
-    Python number at first and an array after one step, and a plan refuses other values of static
-    arguments. Each number costs one more trace, so if there are many, all of them stay static.
-
-    Args:
-        graph: the graph in which all `numbers` are static.
-    """
-    static = frozenset(numbers)
-    if not 1 < len(numbers) <= _MOST_TRIALS:
-        return graph
-    for path in numbers:
-        # Trace one more number; if that fails, the step needs its value, and it stays static.
-        calling = calling_of(fn, args, kwargs, static_numbers=static - {path})
-        try:
-            graph = build_graph(calling, calling.call.leaves)
-        except Exception:
-            continue
-        static -= {path}
-    return graph
 
 
 def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
@@ -194,7 +177,7 @@ def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
         # `calling.run` writes the structure of the results into `calling`; with a copy, traces do
         # not overwrite each other's.
         calling = replace(calling)
-        shapes = [compat.shape_struct(leaf) for leaf in leaves]
+        shapes = list(map(compat.shape_struct, leaves))
         try:
             closed = compat.trace(lambda *flat: calling.run(flat), shapes)
         except NameError as error:
@@ -240,10 +223,9 @@ def with_recomputation(graph: Graph, name: str, *, like: Graph | None = None) ->
             traced, how = _numbered(loose, how)
         else:
             how = replace(how, op_origins=(), value_origins=())
-            shapes = [
-                compat.shape_struct(leaf, loose.values[item.value].shape)
-                for item, leaf in zip(loose.inputs, graph.calling.call.leaves, strict=True)
-            ]
+            shapes = []
+            for item, leaf in zip(loose.inputs, graph.calling.call.leaves, strict=True):
+                shapes.append(compat.shape_struct(leaf, loose.values[item.value].shape))
             traced = _Traced.of(compat.trace(lambda *arrays: evaluate(loose, arrays), shapes))
         fresh: dict[str, Any] = {"traces": {}, "own_traces": {}, "cut_state": None}
         inputs = zip(loose.inputs, traced.inputs, strict=True)
@@ -288,8 +270,8 @@ def _numbered(loose: Graph, how: Recomputation) -> tuple[_Traced, Recomputation]
         else:
             sequence.append((loose.ops[item], 0, loose.ops[item].scope))
     reads = [op.inputs for op, _, _ in sequence]
-    returned = [output.value for output in loose.outputs]
-    is_read = {i for i in itertools.chain(returned, *reads) if type(i) is not Literal}
+    returned = loose.output_values
+    is_read = set(value_ids(itertools.chain(returned, *reads)))
     numbers: dict[ValueId, Operand] = {}
     values: list[Value] = []
     origins: list[ValueId] = []
@@ -304,7 +286,7 @@ def _numbered(loose: Graph, how: Recomputation) -> tuple[_Traced, Recomputation]
     def read(operands: Iterable[Operand]) -> tuple[Operand, ...]:
         return tuple([i if type(i) is Literal else numbers[i] for i in operands])
 
-    given = [number(item.value) for item in loose.inputs]
+    given = list(map(number, loose.input_values))
     ops: list[OpId] = []
     constants = {number(v): loose.constants[v] for v in loose.constants if v in is_read}
     drafts: list[Draft] = []
@@ -315,7 +297,9 @@ def _numbered(loose: Graph, how: Recomputation) -> tuple[_Traced, Recomputation]
             (out,) = op.outputs
             if out not in from_regions:
                 # JAX folds it.
-                numbers[out] = _converted(inputs[0], loose.values[out].dtype)
+                dtype, literal = loose.values[out].dtype, inputs[0]
+                value = np.asarray(literal.value).astype(jnp.dtype(dtype))[()]
+                numbers[out] = structs.replace(literal, value=value, dtype=dtype)
                 places.append(None)
                 continue
         outputs = tuple([NO_VALUE if o < 0 else number(o) for o in op.outputs])
@@ -342,11 +326,6 @@ def _numbered(loose: Graph, how: Recomputation) -> tuple[_Traced, Recomputation]
         constants=constants,
     )
     return traced, replace(how, op_origins=tuple(ops), value_origins=tuple(origins))
-
-
-def _converted(literal: Literal, dtype: str) -> Literal:
-    value = np.asarray(literal.value).astype(jnp.dtype(dtype))[()]
-    return Literal(value=value, shape=literal.shape, dtype=dtype, memory=literal.memory)
 
 
 @contextlib.contextmanager
@@ -394,23 +373,22 @@ def _in_phases(
 ) -> tuple[Op, ...]:
     """The operators, each with its phase."""
     phases = assign_phases(drafts, num_values, decided)
-    return tuple(
-        [
-            Op(
-                index=OpId(index),
-                name=draft.name,
-                inputs=draft.inputs,
-                outputs=draft.outputs,
-                params=draft.params,
-                phase=phase,
-                scope=draft.scope,
-                trips=draft.trips,
-                eqn=draft.eqn,
-                region=draft.region,
-            )
-            for index, (draft, phase) in enumerate(zip(drafts, phases, strict=True))
-        ]
-    )
+    ops = []
+    for index, (draft, phase) in enumerate(zip(drafts, phases, strict=True)):
+        op = Op(
+            index=OpId(index),
+            name=draft.name,
+            inputs=draft.inputs,
+            outputs=draft.outputs,
+            params=draft.params,
+            phase=phase,
+            scope=draft.scope,
+            trips=draft.trips,
+            eqn=draft.eqn,
+            region=draft.region,
+        )
+        ops.append(op)
+    return tuple(ops)
 
 
 def _inputs(
@@ -439,10 +417,9 @@ def _inputs(
         trains,
     )
     successors.update({others[k]: position for k, position in matched.items()})
-    inputs = [
-        Input(path=path, value=value, role=Role.OTHER, output=successors.get(k))
-        for k, (path, value) in enumerate(zip(call.paths, input_values, strict=True))
-    ]
+    inputs = []
+    for k, (path, value) in enumerate(zip(call.paths, input_values, strict=True)):
+        inputs.append(Input(path=path, value=value, role=Role.OTHER, output=successors.get(k)))
     batch = batch_paths(
         calling.names, [parts[0] for parts in call.parts], values, inputs, reach, trains
     )

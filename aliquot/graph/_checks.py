@@ -8,6 +8,7 @@ prevents neither splits nor micro-batches, each of which checks its own examples
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,16 +26,34 @@ def is_check(eqn: Any) -> bool:
     if eqn.primitive.name != "cond" or len(eqn.params["branches"]) != 2:
         return False
     body, _ = compat.open_body(eqn.params["branches"][_RAISES])
-    return any(raises(inner) for inner in body.eqns)
+    return any(map(raises, body.eqns))
 
 
 def opened_branches(eqn: Any) -> list[tuple[Any, Sequence[Any]]]:
-    """The open jaxprs of the branches of a `cond`, with their constants; in the raising branch of a
-    check, with scalars in place of arrays.
+    """The open jaxprs of the branches of a `cond`, with their constants; the raising branch of a
+    check computes with scalars in place of arrays, and broadcasts them at its end.
     """
-    branches = [compat.open_body(branch) for branch in eqn.params["branches"]]
-    if is_check(eqn):
-        branches[_RAISES] = _small(*branches[_RAISES])
+    branches = list(map(compat.open_body, eqn.params["branches"]))
+    if not is_check(eqn):
+        return branches
+    body, consts = branches[_RAISES]
+
+    def run(*operands: Any) -> list[Any]:
+        known = dict(zip([*body.constvars, *body.invars], [*consts, *operands], strict=True))
+        numbers: dict[Any, Any] = {}
+        for inner in filter(raises, body.eqns):
+            given = [a.val if compat.is_literal(a) else known[a] for a in inner.invars]
+            # The callback raises before it returns anything, so it may promise any shape.
+            scalars = tuple(aval.update(shape=()) for aval in inner.params["result_avals"])
+            results = inner.primitive.bind(*given, **{**inner.params, "result_avals": scalars})
+            known.update(zip(inner.outvars, results, strict=True))
+            numbers.update((number.dtype, number) for number in results)
+        return [jnp.broadcast_to(numbers[v.aval.dtype], v.aval.shape) for v in body.outvars]
+
+    # Some result may not come from the raising callback: not the form that Equinox writes.
+    with contextlib.suppress(KeyError):
+        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars]
+        branches[_RAISES] = compat.open_body(jax.make_jaxpr(run)(*structs))
     return branches
 
 
@@ -59,30 +78,3 @@ def any_row(index: Any) -> Any:
 @any_row.def_vmap
 def _any_row(axis_size: int, in_batched: Sequence[bool], index: Any) -> tuple[Any, bool]:
     return any_row(index.max(axis=0) if in_batched[0] else index), False
-
-
-def _small(body: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """A raising branch that computes with scalars and broadcasts them at its end; unchanged if it
-    does not have the form that Equinox writes.
-    """
-
-    def run(*operands: Any) -> list[Any]:
-        known = dict(zip([*body.constvars, *body.invars], [*consts, *operands], strict=True))
-        numbers: dict[Any, Any] = {}
-        for eqn in filter(raises, body.eqns):
-            given = [a.val if compat.is_literal(a) else known[a] for a in eqn.invars]
-            # The callback raises before it returns anything, so it may promise any shape.
-            scalars = tuple(aval.update(shape=()) for aval in eqn.params["result_avals"])
-            results = eqn.primitive.bind(*given, **{**eqn.params, "result_avals": scalars})
-            known.update(zip(eqn.outvars, results, strict=True))
-            numbers.update((number.dtype, number) for number in results)
-        return [jnp.broadcast_to(numbers[v.aval.dtype], v.aval.shape) for v in body.outvars]
-
-    try:
-        closed = jax.make_jaxpr(run)(
-            *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars)
-        )
-    # Some result does not come from the raising callback: not the form that Equinox writes.
-    except KeyError:
-        return body, consts
-    return compat.open_body(closed)

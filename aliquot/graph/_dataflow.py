@@ -16,7 +16,7 @@ import msgspec
 from msgspec import structs
 
 from ._rule import traits_of
-from ._types import Call, Graph, Input, Literal, Op, OpId, Phase, Role, ValueId
+from ._types import Call, Graph, Input, OpId, Phase, Role, ValueId, value_ids
 
 # Floating point operations that take about as long as moving one byte, on GPUs and TPUs of the last
 # ten years.
@@ -51,7 +51,7 @@ def is_from_another_stage(item: Input) -> bool:
 
 def items_of(graph: Graph) -> tuple[Item, ...]:
     """All items of a step, in program order."""
-    parameter = {i.value for i in graph.inputs if i.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
+    parameter = graph.inputs_of(Role.PARAMETER, Role.OPTIMIZER_STATE)
     # For each value, bits for what it depends on: parameters (1), the batch (2), or anything that
     # only one stage computes (4).
     sees = [0] * len(graph.values)
@@ -60,7 +60,50 @@ def items_of(graph: Graph) -> tuple[Item, ...]:
             sees[item.value] = 4
         else:
             sees[item.value] = 1 if item.value in parameter else 2 * (item.role is Role.BATCH)
-    return _in_phases([_item(graph, op_or_call, sees) for op_or_call in graph.body.items])
+    # None may read what a later phase makes. Values that depend on an update which itself depends
+    # on the forward or backward pass:
+    late: set[ValueId] = set()
+    # Values that depend on the forward or backward pass.
+    seen: set[ValueId] = set()
+    backward: set[ValueId] = set()
+    ordered: list[Item] = []
+    for op_or_call in graph.body.items:
+        one = _item(graph, op_or_call, sees)
+        behind = one.phase is not Phase.UPDATE or not seen.isdisjoint(one.inputs)
+        if not late.isdisjoint(one.inputs):
+            # A second training in the same step, of other parameters: all of it counts as part of
+            # the first one's update.
+            if one.phase is not Phase.UPDATE:
+                one = structs.replace(one, phase=Phase.UPDATE)
+        elif one.phase is Phase.FORWARD and not backward.isdisjoint(one.inputs):
+            # A loop that holds both passes counts as backward, because its loss is known only then.
+            one = structs.replace(one, phase=Phase.BACKWARD)
+        if behind and not one.shared:
+            seen.update(one.outputs)
+        if one.phase is Phase.BACKWARD and not one.shared:
+            backward.update(one.outputs)
+        if one.phase is Phase.UPDATE and not seen.isdisjoint(one.inputs):
+            seen.update(one.outputs)
+            late.update(one.outputs)
+        ordered.append(one)
+    # Items that count as update but are read by the passes must run before these.
+    wanted: set[ValueId] = set()
+    for k in range(len(ordered) - 1, -1, -1):
+        one = ordered[k]
+        if one.phase is Phase.UPDATE and not wanted.isdisjoint(one.outputs):
+            ordered[k] = one = structs.replace(one, phase=Phase.FORWARD)
+        if one.phase is not Phase.UPDATE:
+            wanted.update(one.inputs)
+    return tuple(ordered)
+
+
+def forward_places(items: Sequence[Item]) -> tuple[int, ...]:
+    """Positions of the items of the forward pass that are not shared."""
+    places = []
+    for k, item in enumerate(items):
+        if item.phase is Phase.FORWARD and not item.shared:
+            places.append(k)
+    return tuple(places)
 
 
 def _item(graph: Graph, op_or_call: OpId | Call, sees: list[int]) -> Item:
@@ -70,17 +113,8 @@ def _item(graph: Graph, op_or_call: OpId | Call, sees: list[int]) -> Item:
     # Nearly all are operators.
     inside = tuple(ops_inside(op_or_call)) if isinstance(op_or_call, Call) else (op_or_call,)
     inputs = reads_of(graph, op_or_call)
-    outputs = tuple(
-        [
-            o
-            for o in (
-                op_or_call.outputs
-                if isinstance(op_or_call, Call)
-                else graph.ops[op_or_call].outputs
-            )
-            if o >= 0
-        ]
-    )
+    made = op_or_call.outputs if isinstance(op_or_call, Call) else graph.ops[op_or_call].outputs
+    outputs = tuple([o for o in made if o >= 0])
     reads = 0
     for i in inputs:
         reads |= sees[i]
@@ -91,51 +125,21 @@ def _item(graph: Graph, op_or_call: OpId | Call, sees: list[int]) -> Item:
     for o in outputs:
         # Other stages cannot compute what depends on an item that is not shared.
         sees[o] = reads if shared else reads | 4
+    phase = graph.ops[inside[0]].phase if len(inside) == 1 else Phase.UPDATE
+    if len(inside) > 1:
+        phases = {graph.ops[k].phase for k in inside}
+        if Phase.BACKWARD in phases:
+            phase = Phase.BACKWARD
+        elif phases & {Phase.FORWARD, Phase.PROLOGUE}:
+            phase = Phase.FORWARD
     return Item(
         op_or_call=op_or_call,
         inputs=inputs,
         outputs=outputs,
         ops=inside,
-        phase=_phase(graph, inside),
+        phase=Phase.FORWARD if phase is Phase.PROLOGUE else phase,
         shared=shared,
     )
-
-
-def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
-    """Items with their phases changed such that none reads what a later phase makes."""
-    # Values that depend on an update which itself depends on the forward or backward pass.
-    late: set[ValueId] = set()
-    # Values that depend on the forward or backward pass.
-    seen: set[ValueId] = set()
-    backward: set[ValueId] = set()
-    ordered: list[Item] = []
-    for item in items:
-        behind = item.phase is not Phase.UPDATE or not seen.isdisjoint(item.inputs)
-        if not late.isdisjoint(item.inputs):
-            # A second training in the same step, of other parameters: all of it counts as part of
-            # the first one's update.
-            if item.phase is not Phase.UPDATE:
-                item = structs.replace(item, phase=Phase.UPDATE)
-        elif item.phase is Phase.FORWARD and not backward.isdisjoint(item.inputs):
-            # A loop that holds both passes counts as backward, because its loss is known only then.
-            item = structs.replace(item, phase=Phase.BACKWARD)
-        if behind and not item.shared:
-            seen.update(item.outputs)
-        if item.phase is Phase.BACKWARD and not item.shared:
-            backward.update(item.outputs)
-        if item.phase is Phase.UPDATE and not seen.isdisjoint(item.inputs):
-            seen.update(item.outputs)
-            late.update(item.outputs)
-        ordered.append(item)
-    # Items that count as update but are read by the passes must run before these.
-    wanted: set[ValueId] = set()
-    for k in range(len(ordered) - 1, -1, -1):
-        item = ordered[k]
-        if item.phase is Phase.UPDATE and not wanted.isdisjoint(item.outputs):
-            ordered[k] = item = structs.replace(item, phase=Phase.FORWARD)
-        if item.phase is not Phase.UPDATE:
-            wanted.update(item.inputs)
-    return tuple(ordered)
 
 
 def links_around(graph: Graph, call: Call) -> set[OpId]:
@@ -143,7 +147,7 @@ def links_around(graph: Graph, call: Call) -> set[OpId]:
     ends = set(call.outputs)
     links: set[OpId] = set()
     for block in call.blocks:
-        ends.update(i for i in block.inputs if isinstance(i, int))
+        ends.update(value_ids(block.inputs))
         for item in block.items:
             if isinstance(item, Call):
                 links |= links_around(graph, item)
@@ -174,7 +178,7 @@ def plain_item(graph: Graph, op_or_call: OpId | Call, phase: Phase) -> Item:
     return Item(
         op_or_call=op_or_call,
         inputs=reads_of(graph, op_or_call),
-        outputs=tuple([o for o in outputs if o >= 0]),
+        outputs=tuple(value_ids(outputs)),
         ops=tuple(ops_inside(op_or_call)),
         phase=phase,
         shared=False,
@@ -186,13 +190,11 @@ def reads_of(graph: Graph, op_or_call: OpId | Call) -> tuple[ValueId, ...]:
     directly.
     """
     if not isinstance(op_or_call, Call):
-        return tuple(
-            dict.fromkeys([i for i in graph.ops[op_or_call].inputs if type(i) is not Literal])
-        )
-    read = [i for i in op_or_call.inputs if isinstance(i, int)]
+        return tuple(dict.fromkeys(value_ids(graph.ops[op_or_call].inputs)))
+    read = value_ids(op_or_call.inputs)
     for block in op_or_call.blocks:
         # Remat bodies may read values around them that are no operands of the call.
-        bound = {i for i in block.inputs if isinstance(i, int)}
+        bound = set(value_ids(block.inputs))
         for item in block.items:
             read += [i for i in reads_of(graph, item) if i not in bound]
             bound.update(item.outputs if isinstance(item, Call) else graph.ops[item].outputs)
@@ -210,16 +212,6 @@ def ops_inside(op_or_call: OpId | Call) -> Iterator[OpId]:
             yield from ops_inside(item)
 
 
-def _phase(graph: Graph, ops: Sequence[OpId]) -> Phase:
-    if len(ops) == 1:
-        phase = graph.ops[ops[0]].phase
-        return Phase.FORWARD if phase is Phase.PROLOGUE else phase
-    phases = {graph.ops[k].phase for k in ops} or {Phase.UPDATE}
-    if Phase.BACKWARD in phases:
-        return Phase.BACKWARD
-    return Phase.FORWARD if phases & {Phase.FORWARD, Phase.PROLOGUE} else Phase.UPDATE
-
-
 def rough_costs(graph: Graph, items: Sequence[Item]) -> list[float]:
     """Rough weight of each item: floating point operations, plus bytes moved times
     `_FLOPS_PER_BYTE`.
@@ -227,27 +219,23 @@ def rough_costs(graph: Graph, items: Sequence[Item]) -> list[float]:
     sizes = [value.num_bytes for value in graph.values]
     costs = []
     for item in items:
-        costs.append(sum([_cost(graph.ops[k], sizes) for k in item.ops]))
+        weights = []
+        for op in (graph.ops[k] for k in item.ops):
+            arrays = [sizes[v] for v in value_ids((*op.inputs, *op.outputs))]
+            # A link moves one row of a stack in each turn.
+            moved = min(arrays, default=0) if op.is_link else sum(arrays)
+            flops = 0.0
+            if op.name == "dot_general":
+                (contracted, _), _ = op.params["dimension_numbers"]
+                left = op.eqn.invars[0].aval.shape
+                summed = math.prod(left[d] for d in contracted)
+                flops = 2.0 * math.prod(op.eqn.outvars[0].aval.shape) * summed
+            elif op.name == "conv_general_dilated":
+                kernel = op.eqn.invars[1].aval.shape
+                # Each element of the result sums over all dims of the kernel except its output
+                # features.
+                features = kernel[op.params["dimension_numbers"].rhs_spec[0]]
+                flops = 2.0 * math.prod(op.eqn.outvars[0].aval.shape) * math.prod(kernel) / features
+            weights.append(op.trips * (flops + _FLOPS_PER_BYTE * moved))
+        costs.append(sum(weights))
     return costs
-
-
-def _cost(op: Op, sizes: Sequence[int]) -> float:
-    """Rough weight of an operator; see `rough_costs`."""
-    arrays = [sizes[i] for i in op.inputs if type(i) is not Literal] + [
-        sizes[o] for o in op.outputs if o >= 0
-    ]
-    # A link moves one row of a stack in each turn.
-    moved = min(arrays, default=0) if op.is_link else sum(arrays)
-    flops = 0.0
-    if op.name == "dot_general":
-        (contracted, _), _ = op.params["dimension_numbers"]
-        left = op.eqn.invars[0].aval.shape
-        flops = (
-            2.0 * math.prod(op.eqn.outvars[0].aval.shape) * math.prod(left[d] for d in contracted)
-        )
-    elif op.name == "conv_general_dilated":
-        kernel = op.eqn.invars[1].aval.shape
-        # Each element of the result sums over all dims of the kernel except its output features.
-        features = kernel[op.params["dimension_numbers"].rhs_spec[0]]
-        flops = 2.0 * math.prod(op.eqn.outvars[0].aval.shape) * math.prod(kernel) / features
-    return op.trips * (flops + _FLOPS_PER_BYTE * moved)

@@ -76,7 +76,14 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[Stage
         if half is not None:
             halves[k] = half
             reads = [i for i in item.inputs if i in half.values]
-        _add_reads(reads, items, stages, maker, needed)
+        # What it reads is needed, and what shared items read that make some of it.
+        pending = list(reads)
+        while pending:
+            i = pending.pop()
+            made_by = maker.get(i) if i not in needed else None
+            needed.add(i)
+            if made_by is not None and stages[made_by] == SHARED:
+                pending += items[made_by].inputs
     return Deferrable(items=frozenset(deferrable), halves=halves)
 
 
@@ -139,22 +146,3 @@ def sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
         else:
             needed.update(item.inputs)
     return frozenset(sums)
-
-
-def _add_reads(
-    reads: Sequence[ValueId],
-    items: Sequence[Item],
-    stages: Sequence[StageId],
-    maker: dict[ValueId, int],
-    needed: set[ValueId],
-) -> None:
-    """Add to `needed` the values that an item reads and, if shared items make these, the values
-    that the shared items read.
-    """
-    pending = list(reads)
-    while pending:
-        i = pending.pop()
-        k = maker.get(i) if i not in needed else None
-        needed.add(i)
-        if k is not None and stages[k] == SHARED:
-            pending += items[k].inputs

@@ -24,7 +24,7 @@ def any_effects(item: OpId | Call, graph: Graph) -> bool:
 
 def operators_with_effects(graph: Graph) -> tuple[Op, ...]:
     """Every operator with effects, in program order."""
-    return tuple(op for op in graph.ops if has_effects(op))
+    return tuple(filter(has_effects, graph.ops))
 
 
 def is_ordered(op: Op) -> bool:

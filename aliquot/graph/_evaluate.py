@@ -116,7 +116,7 @@ class _Replay:
             if op.name == "pure_callback" and raises(op.eqn):
                 # A check's callback takes one message, but under vmap there is one for each
                 # example.
-                arrays = [any_row(a) for a in arrays]
+                arrays = list(map(any_row, arrays))
             # Inside a body, JAX itself prefixes the names of the structured operator.
             name_stack = None if nested else names.get(op.scope)
             if hook is None:
@@ -131,10 +131,14 @@ class _Replay:
                     env[index] = array
 
     def outputs(self, block: Block) -> list[Any]:
-        return [self._read(operand) for operand in block.outputs]
+        return list(map(self._read, block.outputs))
 
     def _read(self, operand: Operand) -> Any:
-        return _array(operand) if isinstance(operand, Literal) else self.env[operand]
+        if not isinstance(operand, Literal):
+            return self.env[operand]
+        # As an array, because a plain Python number would take its dtype from other operands.
+        value = operand.value
+        return value if hasattr(value, "dtype") else np.asarray(value, np.dtype(operand.dtype))
 
     def _enter(self, indices: Sequence[Operand], arrays: Sequence[Any]) -> None:
         for index, array in zip(indices, arrays, strict=True):
@@ -142,7 +146,7 @@ class _Replay:
             self.env[index] = array if self._hook is None else self._hook.value(index, array)
 
     def _call(self, call: Call) -> None:
-        arrays = [self._read(operand) for operand in call.inputs]
+        arrays = list(map(self._read, call.inputs))
         rebuild = {
             "remat": self._remat,
             "scan": self._scan,
@@ -224,10 +228,11 @@ class _Replay:
             # Under vmap, each row has its own condition; rows that are done keep their values.
             mask = holds(carry)
             axes = tuple(range(mask.ndim))
-            return [
-                jax.lax.select(jax.lax.broadcast_in_dim(mask, new.shape, axes), new, old)
-                for new, old in zip(body(carry), carry, strict=True)
-            ]
+            kept = []
+            for new, old in zip(body(carry), carry, strict=True):
+                rows = jax.lax.broadcast_in_dim(mask, new.shape, axes)
+                kept.append(jax.lax.select(rows, new, old))
+            return kept
 
         init = arrays[num_cond + num_body :]
         (holding,) = call.eqn.params["cond_jaxpr"].out_avals
@@ -248,13 +253,5 @@ class _Replay:
             return run
 
         index = any_row(arrays[0]) if is_check(call.eqn) else arrays[0]
-        results: Sequence[Any] = jax.lax.switch(index, [branch(block) for block in call.blocks])
+        results: Sequence[Any] = jax.lax.switch(index, list(map(branch, call.blocks)))
         return results
-
-
-def _array(literal: Literal) -> Any:
-    """A literal as an array, because a plain Python number would take its dtype from other operands
-    instead of the literal.
-    """
-    value = literal.value
-    return value if hasattr(value, "dtype") else np.asarray(value, np.dtype(literal.dtype))

@@ -75,9 +75,9 @@ def experts(
     """
     into = tuple(into)
     faults = _faults(tokens, chosen, weights, into, out)
-    if amax is not None and [len(each) for each in amax] != [len(into) + 1] * 3:
+    if amax is not None and list(map(len, amax)) != [len(into) + 1] * 3:
         faults.append(
-            f"amax has {[len(each) for each in amax]} magnitudes, and needs three times"
+            f"amax has {list(map(len, amax))} magnitudes, and needs three times"
             f" {len(into) + 1}, one for each matrix in into and for out"
         )
     if faults:
@@ -481,9 +481,9 @@ def _results(
     wide: str | None = None,
 ) -> list[Any]:
     matrices = rest[: -2 if wide else -1]
-    results = [
-        array.update(dtype=_dtype(array, wide), weak_type=False) for array in (tokens, *matrices)
-    ]
+    results = []
+    for array in (tokens, *matrices):
+        results.append(array.update(dtype=_dtype(array, wide), weak_type=False))
     results.insert(1, weights.update(weak_type=False))
     if wide:
         shape = (*tokens.shape[:-1], len(matrices))
@@ -506,16 +506,12 @@ def _differentiable(activation: Activation, *arrays: Any) -> Any:
     return _forward.bind(*arrays, activation=activation)
 
 
-def _forward_keeping(activation: Activation, *arrays: Any) -> tuple[Any, tuple[Any, ...]]:
-    return _differentiable(activation, *arrays), arrays
-
-
 def _gradients(activation: Activation, arrays: tuple[Any, ...], gradient: Any) -> tuple[Any, ...]:
     tokens, weights, *matrices = _backward.bind(*arrays, gradient, activation=activation)
     return tokens, None, weights, *matrices
 
 
-_differentiable.defvjp(_forward_keeping, _gradients)
+_differentiable.defvjp(lambda *given: (_differentiable(*given), given[1:]), _gradients)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -534,7 +530,7 @@ def _in_eight_bits_keeping(
     narrow += [to_eight_bits(m, a, NARROW) for m, a in zip(matrices, of_matrices, strict=True)]
     # All matrices in `into` multiply the same.
     inputs = (*of_inputs[:1] * (len(matrices) - 1), of_inputs[-1])
-    scales = jnp.stack([jnp.stack(each) for each in (inputs, *amax[1:])])
+    scales = jnp.stack(list(map(jnp.stack, (inputs, *amax[1:]))))
     wide = str(tokens.dtype)
     made = _forward.bind(*narrow, scales, activation=activation, wide=wide)
     return made, (narrow, scales, magnitude(tokens))

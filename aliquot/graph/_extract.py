@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import overload
 
@@ -124,10 +124,19 @@ class StageExtracts(Sequence[Extract]):
     def _make(self, stage: StageId) -> Extract:
         graph, items = self._graph, self._staging.items
         mine, deferrable = self._items_of[stage], self._deferrable
-        chosen = _with_shared(items, self._maker, mine)
-        made_here = made_by(items[k] for k in chosen)
+        # With the shared items that they need, except scalars of the update, which `_maker` leaves
+        # out because their arithmetic is long and cheap.
+        wanted, waiting = set(mine), list(mine)
+        while waiting:
+            for i in items[waiting.pop()].inputs:
+                k = self._maker.get(i)
+                if k is not None and k not in wanted:
+                    wanted.add(k)
+                    waiting.append(k)
+        chosen = [items[k] for k in sorted(wanted)]
+        made_here = made_by(chosen)
         inputs = []
-        for v in read_by(items[k] for k in chosen):
+        for v in read_by(chosen):
             if v not in made_here and v not in graph.constants:
                 # Values that enter with the batch in their first dim are this stage's batch.
                 role = Role.BATCH if self._batch_dims.get(v) == 0 else Role.OTHER
@@ -147,7 +156,7 @@ class StageExtracts(Sequence[Extract]):
                 for op in builder.ops_of([items[k]]):
                     if deferrable.defers(k, graph.ops[op]):
                         late.add(op)
-        return builder.build([items[k] for k in chosen], inputs, outputs, late)
+        return builder.build(chosen, inputs, outputs, late)
 
 
 def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
@@ -161,14 +170,15 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
     """
     made_here = made_by(items)
     named = {item.value: item for item in graph.inputs}
-    inputs = [
-        named.get(v) or Input(path=f"{FROM_ANOTHER_STAGE}{v}", value=v, role=Role.OTHER)
-        for v in read_by(items)
-        if v not in made_here and v not in graph.constants
-    ]
+    inputs = []
+    for v in read_by(items):
+        if v not in made_here and v not in graph.constants:
+            inputs.append(
+                named.get(v) or Input(path=f"{FROM_ANOTHER_STAGE}{v}", value=v, role=Role.OTHER)
+            )
     places = {item.op_or_call for item in items if not isinstance(item.op_or_call, Call)}
     calls = {id(item.op_or_call) for item in items if isinstance(item.op_or_call, Call)}
-    leaving = {o.value for o in graph.outputs if isinstance(o.value, int)}
+    leaving = graph.returned
     for item in items_of(graph):
         if (
             item.op_or_call not in places
@@ -194,38 +204,22 @@ def same_structure(a: Extract, b: Extract) -> bool:
     x, y = a.graph, b.graph
     if (len(x.ops), len(x.inputs), len(x.outputs)) != (len(y.ops), len(y.inputs), len(y.outputs)):
         return False
-    roles = [(i.value, i.role) for i in x.inputs] == [(i.value, i.role) for i in y.inputs]
-    values = [(v.shape, v.dtype) for v in x.values] == [(v.shape, v.dtype) for v in y.values]
-    return (
-        roles
-        and values
-        and all(
-            (p.name, p.outputs, p.phase, p.deferrable) == (q.name, q.outputs, q.phase, q.deferrable)
-            and _indices(p) == _indices(q)
-            for p, q in zip(x.ops, y.ops, strict=True)
-        )
-    )
+    for i, j in zip(x.inputs, y.inputs):
+        if (i.value, i.role) != (j.value, j.role):
+            return False
+    for v, w in zip(x.values, y.values):
+        if (v.shape, v.dtype) != (w.shape, w.dtype):
+            return False
+    for p, q in zip(x.ops, y.ops):
+        if (p.name, p.outputs, p.phase, p.deferrable) != (q.name, q.outputs, q.phase, q.deferrable):
+            return False
+        if _indices(p) != _indices(q):
+            return False
+    return len(x.values) == len(y.values)
 
 
 def _indices(op: Op) -> list[int | None]:
     return [i if isinstance(i, int) else None for i in op.inputs]
-
-
-def _with_shared(
-    items: Sequence[Item], maker: Mapping[ValueId, int], positions: Iterable[int]
-) -> list[int]:
-    """Positions of items and of the shared items that they need, except scalars of the update,
-    which `maker` leaves out because their arithmetic is long and cheap.
-    """
-    chosen = set(positions)
-    waiting = list(chosen)
-    while waiting:
-        for i in items[waiting.pop()].inputs:
-            k = maker.get(i)
-            if k is not None and k not in chosen:
-                chosen.add(k)
-                waiting.append(k)
-    return sorted(chosen)
 
 
 class _Builder:
@@ -251,34 +245,31 @@ class _Builder:
         self._op_number = {k: OpId(n) for n, k in enumerate(ops)}
         place = {id(o): n for n, o in enumerate(graph.outputs)}
         positions = {place[id(o)]: n for n, o in enumerate(outputs) if id(o) in place}
-        new_inputs = tuple(
-            replace(
-                i,
-                value=self._value(i.value),
-                output=positions.get(i.output) if i.output is not None else None,
-            )
-            for i in inputs
-        )
+        new_inputs = []
+        for i in inputs:
+            output = positions.get(i.output) if i.output is not None else None
+            new_inputs.append(replace(i, value=self._value(i.value), output=output))
         new_ops = tuple([self._op(graph.ops[k]) for k in ops])
+        new_items = tuple([self._renumbered(item.op_or_call) for item in items])
+        new_outputs = tuple([replace(o, value=self._operand(o.value)) for o in outputs])
         block = Block(
-            inputs=tuple(i.value for i in new_inputs),
-            items=tuple(self._renumbered(item.op_or_call) for item in items),
-            outputs=tuple(self._operand(o.value) for o in outputs),
+            inputs=tuple([i.value for i in new_inputs]),
+            items=new_items,
+            outputs=tuple([o.value for o in new_outputs]),
         )
-        new_outputs = tuple(Output(path=o.path, value=self._operand(o.value)) for o in outputs)
-        constants = {
-            self._value_number[v]: c for v, c in graph.constants.items() if v in self._value_number
-        }
-        found = []
-        for n, old in enumerate(graph.values[v] for v in self._values):
-            found.append(structs.replace(old, index=ValueId(n)))
-        values = tuple(found)
+        constants = {}
+        for v, c in graph.constants.items():
+            if v in self._value_number:
+                constants[self._value_number[v]] = c
+        values = []
+        for n, v in enumerate(self._values):
+            values.append(structs.replace(graph.values[v], index=ValueId(n)))
         part = replace(
             graph,
-            values=values,
+            values=tuple(values),
             ops=new_ops,
             body=block,
-            inputs=new_inputs,
+            inputs=tuple(new_inputs),
             constants=constants,
             outputs=new_outputs,
         )

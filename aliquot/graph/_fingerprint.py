@@ -64,11 +64,13 @@ def operator_lines(graph: Graph) -> list[str]:
 
 
 def _op_lines(graph: Graph, texts: _Texts) -> list[str]:
-    return [
-        f"{op.name} {_wires(op.inputs)} {op.outputs} {texts.params(op.params)} {op.trips}"
-        f" {op.region}"
-        for op in graph.ops
-    ]
+    found = []
+    for op in graph.ops:
+        found.append(
+            f"{op.name} {_wires(op.inputs)} {op.outputs} {texts.params(op.params)} {op.trips}"
+            f" {op.region}"
+        )
+    return found
 
 
 def traced_lines(closed: Any) -> tuple[list[tuple[str, Any]], list[Any]]:
@@ -90,7 +92,7 @@ def traced_lines(closed: Any) -> tuple[list[tuple[str, Any]], list[Any]]:
         constants.extend(consts)
         lines.append((f"takes {', '.join(map(name, [*jaxpr.constvars, *jaxpr.invars]))}", None))
         for eqn in jaxpr.eqns:
-            bodies = [value for value in eqn.params.values() if compat.holds_jaxpr(value)]
+            bodies = list(filter(compat.holds_jaxpr, eqn.params.values()))
             rest = {k: v for k, v in eqn.params.items() if not compat.holds_jaxpr(v)}
             wires = f"{', '.join(map(name, eqn.invars))} -> {', '.join(map(name, eqn.outvars))}"
             line = f"{eqn.primitive.name} {wires} {texts.params(rest)}"
@@ -109,9 +111,9 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def _wires(operands: Sequence[Operand]) -> str:
-    texts = [
-        str(i) if type(i) is not Literal else f"{i.value!s}:{i.dtype}{i.shape}" for i in operands
-    ]
+    texts = []
+    for i in operands:
+        texts.append(str(i) if type(i) is not Literal else f"{i.value!s}:{i.dtype}{i.shape}")
     return ",".join(texts)
 
 
@@ -123,9 +125,10 @@ def _nest(block: Block, texts: _Texts, lines: list[str]) -> None:
             lines.append(str(item))
             continue
         # Bodies follow as blocks; the text of their jaxprs would repeat them.
-        settings = {
-            key: value for key, value in item.eqn.params.items() if not compat.holds_jaxpr(value)
-        }
+        settings = {}
+        for key, value in item.eqn.params.items():
+            if not compat.holds_jaxpr(value):
+                settings[key] = value
         lines.append(f"{item.kind} {_wires(item.inputs)} {item.outputs} {texts.params(settings)}")
         for inner in item.blocks:
             _nest(inner, texts, lines)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ._dataflow import ops_inside, reads_of
 from ._effects import any_effects
 from ._rule import traits_of
-from ._types import Call, Graph, OpId, ValueId
+from ._types import Call, Graph, OpId, ValueId, value_ids
 from ._wires import Wire, wires_of
 
 # Of the structured operators these can be run as two.
@@ -61,11 +61,11 @@ class FirstHalf:
     def add_whole(self, call: Call) -> None:
         """Mark all operators and values of a call."""
         self.ops.update(ops_inside(call))
-        self.values.update(o for o in call.outputs if o >= 0)
+        self.values.update(value_ids(call.outputs))
         self.values.update(reads_of(self.graph, call))
         for block in call.blocks:
             self._add_values(block.items)
-            self.values.update(i for i in block.inputs if isinstance(i, int))
+            self.values.update(value_ids(block.inputs))
 
     def _add_values(self, items: Sequence[OpId | Call]) -> None:
         for item in items:
@@ -73,9 +73,7 @@ class FirstHalf:
                 self.add_whole(item)
             else:
                 op = self.graph.ops[item]
-                self.values.update(
-                    i for i in (*op.inputs, *op.outputs) if isinstance(i, int) and i >= 0
-                )
+                self.values.update(value_ids((*op.inputs, *op.outputs)))
 
     def _add_items(self, items: Sequence[OpId | Call]) -> None:
         for item in reversed(items):
@@ -87,7 +85,7 @@ class FirstHalf:
             op = self.graph.ops[item]
             if not self.values.isdisjoint(op.outputs):
                 self.ops.add(item)
-                self.values.update(i for i in op.inputs if isinstance(i, int))
+                self.values.update(value_ids(op.inputs))
 
     def _add_part(self, call: Call, results: Collection[ValueId]) -> None:
         wires = wires_of(call)
@@ -145,8 +143,7 @@ def _follow(
         if not isinstance(item, Call):
             op = graph.ops[item]
             if item not in half.ops and (
-                half.any_products((item,))
-                or not behind.isdisjoint(i for i in op.inputs if isinstance(i, int))
+                half.any_products((item,)) or not behind.isdisjoint(value_ids(op.inputs))
             ):
                 behind.update(op.outputs)
             continue

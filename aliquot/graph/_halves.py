@@ -9,8 +9,9 @@ merging the recomputation with the original.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 from msgspec import structs
@@ -19,8 +20,10 @@ from . import _jax_compat as compat
 from ._dataflow import made_by, ops_inside, plain_item, read_by, reads_of
 from ._first_half import FirstHalf
 from ._recompute import items_between, values_to_keep
-from ._types import Block, Call, Graph, Operand, OpId, Phase, Value, ValueId
+from ._types import Block, Call, Graph, Operand, OpId, Phase, Value, ValueId, value_ids
 from ._wires import Carry, Wire, wires_of
+
+_WireT = TypeVar("_WireT", Carry, tuple[Operand, ValueId])
 
 
 class Halves(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -68,9 +71,8 @@ class _Builder:
         self, call: Call, free: frozenset[ValueId]
     ) -> tuple[Call, Call, tuple[ValueId, ...]]:
         (block,) = call.blocks
-        named = [(b, o) for b, o in wires_of(call).results if o >= 0]
-        results = [(b, o) for b, o in named if o in self._half.values]
-        late = [(b, o) for b, o in named if o not in self._half.values]
+        named = [wire for wire in wires_of(call).results if wire[1] >= 0]
+        results, late = _parted(named, self._half.values)
         first, second, handed = self._items(block.items, [b for b, _ in late], free, frozenset())
         given = {o for _, o in results}
         # A region shares the indices of the values around it, so values keep theirs when it hands
@@ -94,23 +96,25 @@ class _Builder:
         # Values from outside the loop need not be stacked.
         sliced = [whole for whole, _ in wires.slices]
         free |= {i for i in reads_of(self._graph, call) if i not in sliced}
-        now = [c for c in wires.carries if c.result in needed]
-        late = [c for c in wires.carries if c.result not in needed]
-        late_stacks = [wire for wire in wires.results if wire[1] not in needed]
+        now, late = _parted(wires.carries, needed)
+        stacks, late_stacks = _parted(wires.results, needed)
         # Carries that only the second half's loop has are not handed on.
         first, second, handed = self._items(
             block.items,
             [*(row for row, _ in late_stacks), *(c.end for c in late)],
-            free.union(c.inner for c in late if isinstance(c.inner, int)),
-            frozenset(c.inner for c in now if isinstance(c.inner, int)),
+            free.union(value_ids([c.inner for c in late])),
+            frozenset(value_ids([c.inner for c in now])),
         )
-        new = [(v, self._stacked(v, call.eqn.params["length"])) for v in handed]
-        stacks = [*(wire for wire in wires.results if wire[1] in needed), *new]
-        slices = [*wires.slices, *((stack, v) for v, stack in new)]
+        slices, handed_stacks = [*wires.slices], []
+        for v in handed:
+            stack = self._stacked(v, call.eqn.params["length"])
+            handed_stacks.append(stack)
+            stacks.append((v, stack))
+            slices.append((stack, v))
         return (
             self._as_loop(call, first, now, wires.slices, stacks),
             self._as_loop(call, second, late, slices, late_stacks),
-            tuple(stack for _, stack in new),
+            tuple(handed_stacks),
         )
 
     def _as_loop(
@@ -122,23 +126,33 @@ class _Builder:
         stacks: Sequence[tuple[Operand, ValueId]],
     ) -> Call:
         """One half of a loop: a scan with the given items, carries, slices and stacked results."""
-        ends = [*(c.end for c in carries), *(b for b, _ in stacks)]
-        read = {i for i in ends if isinstance(i, int)}
+        starts: list[Operand] = []
+        inner: list[Operand] = []
+        ends: list[Operand] = []
+        results: list[ValueId] = []
+        for c in carries:
+            starts.append(c.start)
+            inner.append(c.inner)
+            ends.append(c.end)
+            results.append(c.result)
+        for row, stack in stacks:
+            ends.append(row)
+            results.append(stack)
+        read = set(value_ids(ends))
         for item in items:
             read.update(reads_of(self._graph, item))
-        # Slices that this half does not read are left out, so that they need not be kept for it.
-        used = [(whole, row) for whole, row in slices if row in read]
-        block = Block(
-            inputs=(*(c.inner for c in carries), *(row for _, row in used)),
-            items=tuple(items),
-            outputs=tuple(ends),
-        )
+        for whole, row in slices:
+            # Others are left out, so that they need not be kept for this half.
+            if row in read:
+                starts.append(whole)
+                inner.append(row)
+        block = Block(inputs=tuple(inner), items=tuple(items), outputs=tuple(ends))
         return Call(
             kind="scan",
             eqn=compat.loop_like(call.eqn, len(carries)),
             blocks=(block,),
-            inputs=(*(c.start for c in carries), *(whole for whole, _ in used)),
-            outputs=(*(c.result for c in carries), *(o for _, o in stacks)),
+            inputs=tuple(starts),
+            outputs=tuple(results),
         )
 
     def _stacked(self, value: ValueId, length: int) -> ValueId:
@@ -178,7 +192,7 @@ class _Builder:
         names = [self._graph.ops[item.ops[0]].name if item.ops else "" for item in now_items]
         late_items = [plain_item(self._graph, item, Phase.BACKWARD) for item in second]
         made_late = made_by(late_items)
-        read = read_by(late_items) | dict.fromkeys(i for i in late_ends if isinstance(i, int))
+        read = read_by(late_items) | dict.fromkeys(value_ids(late_ends))
         made = made_by(now_items) | turning
         wanted = [i for i in read if i in made]
         kept = values_to_keep(
@@ -196,3 +210,12 @@ class _Builder:
 
     def _is_needed(self, item: OpId | Call) -> bool:
         return isinstance(item, Call) and not self._half.values.isdisjoint(item.outputs)
+
+
+def _parted(wires: Iterable[_WireT], needed: Collection[ValueId]) -> tuple[list[_WireT], ...]:
+    """The wires that end in needed values, and the others."""
+    now: list[_WireT] = []
+    late: list[_WireT] = []
+    for wire in wires:
+        (now if wire[-1] in needed else late).append(wire)
+    return now, late

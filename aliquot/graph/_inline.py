@@ -21,7 +21,7 @@ import numpy as np
 from . import _jax_compat as compat
 from ._checks import opened_branches
 from ._phases import Draft
-from ._types import NO_VALUE, Block, Call, Literal, Memory, Operand, OpId, Value, ValueId
+from ._types import NO_VALUE, Block, Call, Literal, Memory, Operand, OpId, Value, ValueId, value_ids
 
 
 class _Place(NamedTuple):
@@ -195,7 +195,7 @@ class Inliner:
         block = self._block(body, consts, operands, inside)
         # If a body returns an operand or a literal unchanged, the call gets a new value for that
         # result.
-        taken = {i for i in block.inputs if isinstance(i, int)} | self.constants.keys()
+        taken = set(value_ids(block.inputs)) | self.constants.keys()
         fresh: list[ValueId] = []
         for var, inner in zip(eqn.outvars, block.outputs, strict=True):
             if compat.is_dropped(var):
@@ -217,9 +217,9 @@ class Inliner:
         body, consts = compat.open_body(p["jaxpr"])
         inside = place._replace(trips=place.trips * length)
         init = operands[num_consts : num_consts + num_carry]
-        carry_in = [
-            self.new_value(v.aval) for v in body.invars[num_consts : num_consts + num_carry]
-        ]
+        carry_in = []
+        for v in body.invars[num_consts : num_consts + num_carry]:
+            carry_in.append(self.new_value(v.aval))
         slices = [self.new_value(v.aval) for v in body.invars[num_consts + num_carry :]]
         for start, inner in zip(init, carry_in, strict=True):
             self._link("tie", (start,), (inner,), place)

@@ -312,10 +312,9 @@ def _implementation(
         return list(out) if eqn.primitive.multiple_results else [out]
 
     weak = [getattr(v.aval, "weak_type", False) for v in eqn.invars]
-    structs = [
-        _shape_struct(v.aval.shape, v.aval.dtype, weak_type=w)
-        for v, w in zip(eqn.invars, weak, strict=True)
-    ]
+    structs = []
+    for v, w in zip(eqn.invars, weak, strict=True):
+        structs.append(_shape_struct(v.aval.shape, v.aval.dtype, weak_type=w))
     try:
         with eqn.ctx.manager:
             closed = jax.make_jaxpr(run)(*structs)
@@ -376,7 +375,7 @@ def remat_equation(*, prevent_cse: bool, scope: str) -> Any:
 def _remat_of_gradient(prevent_cse: bool) -> Any:
     kept = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), prevent_cse=prevent_cse)
     traced = equations(jax.grad(kept), [_shape_struct((), jnp.float32)])
-    return next(eqn for eqn in traced if is_remat(eqn))
+    return next(filter(is_remat, traced))
 
 
 def _with_info(eqn: Any, info: Any, scope: str | None) -> Any:
@@ -396,7 +395,7 @@ def open_body(body: Any) -> tuple[Any, Sequence[Any]]:
 def holds_jaxpr(value: Any) -> bool:
     """True if a parameter of an equation is a jaxpr, or a sequence of them."""
     if isinstance(value, tuple | list) and value:
-        return all(holds_jaxpr(part) for part in value)
+        return all(map(holds_jaxpr, value))
     return isinstance(value, jex.Jaxpr | _CLOSED_JAXPR)
 
 

@@ -66,11 +66,10 @@ def kernel_arithmetic(
     else:
         places = []
     reader = _Reader(places=places, sizes=sizes)
-    of_refs = {
-        var: np.asarray(table)
-        for var, table in zip(body.invars, tables, strict=False)
-        if table is not None
-    }
+    of_refs = {}
+    for var, table in zip(body.invars, tables, strict=False):
+        if table is not None:
+            of_refs[var] = np.asarray(table)
     reader.read(body, of_refs, np.ones(()), 1.0)
     runs = math.prod(grid)
     products, exponentials = _path(body)
@@ -117,11 +116,11 @@ class _Reader:
             flops = _flops(eqn) * times
             self.flops += flops * float(np.mean(share))
             self.unconditional += flops
-            given = [value(atom) for atom in eqn.invars]
+            given = list(map(value, eqn.invars))
             for var, made in zip(eqn.outvars, self._run(eqn, given, share, times), strict=False):
                 if made is not None:
                     values[var] = made
-        return [value(atom) for atom in body.outvars]
+        return list(map(value, body.outvars))
 
     def _run(
         self, eqn: Any, given: Sequence[Known | None], share: Known, times: float
@@ -156,20 +155,21 @@ class _Reader:
             return self._inside(bodies[0], given, share, times)
         for part in bodies:
             self._inside(part, [], share, times)
-        evaluate = _SCALARS.get(name)
-        if evaluate is None or any(v is None for v in given) or eqn.outvars[0].aval.shape:
+        function = _SCALARS.get(name)
+        if any(v is None for v in given) or eqn.outvars[0].aval.shape:
             return []
-        return [evaluate(eqn, *given)]
+        if name == "convert_element_type" and given[0] is not None:
+            return [given[0].astype(params["new_dtype"])]
+        return [] if function is None else [np.asarray(function(*given))]
 
     def _inside(
         self, body: Any, given: Sequence[Known | None], share: Known, times: float
     ) -> list[Known | None]:
         opened, constants = compat.open_body(body)
-        known = {
-            var: value
-            for var, value in zip(opened.invars, given, strict=False)
-            if value is not None
-        }
+        known = {}
+        for var, value in zip(opened.invars, given, strict=False):
+            if value is not None:
+                known[var] = value
         known |= {var: np.asarray(c) for var, c in zip(opened.constvars, constants, strict=False)}
         return self.read(opened, known, share, times)
 
@@ -187,7 +187,7 @@ def _entry(eqn: Any, given: Sequence[Known | None]) -> Known | None:
     return entry
 
 
-def _quotient(_: Any, a: Known, b: Known) -> Known:
+def _quotient(a: Known, b: Known) -> Known:
     """As XLA divides: integers towards zero."""
     if np.issubdtype(a.dtype, np.integer):
         whole: Known = np.sign(a) * np.sign(b) * (np.abs(a) // np.maximum(np.abs(b), 1))
@@ -195,14 +195,11 @@ def _quotient(_: Any, a: Known, b: Known) -> Known:
     return np.divide(a, b)
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Known]:
-    return lambda _, *given: np.asarray(function(*given))
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_SCALARS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
+    "div": _quotient,
     "neg": operator.neg,
     "abs": np.abs,
     "sign": np.sign,
@@ -222,9 +219,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: np.choose(which.astype(np.int64), cases),
     "clamp": lambda low, x, high: np.clip(x, low, high),
 }
-_SCALARS = {name: _plain(function) for name, function in _FUNCTIONS.items()}
-_SCALARS["div"] = _quotient
-_SCALARS["convert_element_type"] = lambda eqn, x: x.astype(eqn.params["new_dtype"])
 
 
 def _path(body: Any) -> tuple[int, bool]:
@@ -233,7 +227,7 @@ def _path(body: Any) -> tuple[int, bool]:
     for eqn in body.eqns:
         products += eqn.primitive.name == "dot_general"
         exponentials |= eqn.primitive.name in _EXPONENTIALS
-        inner = [_path(part) for part in jaxprs_in_params(eqn.params)]
+        inner = list(map(_path, jaxprs_in_params(eqn.params)))
         products += max((count for count, _ in inner), default=0)
         exponentials |= any(found for _, found in inner)
     return products, exponentials
@@ -246,7 +240,7 @@ def _flops(eqn: Any) -> float:
     traits = traits_of(eqn.primitive.name)
     free = eqn.primitive.name in _NO_ARITHMETIC or traits.numbers_rows
     free = free or (traits.moves is not None and traits.moves is not Moves.NEGATE)
-    if free or any(compat.holds_jaxpr(value) for value in eqn.params.values()):
+    if free or any(map(compat.holds_jaxpr, eqn.params.values())):
         return 0.0
     largest = max(
         (math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)), default=0

@@ -74,7 +74,19 @@ def kernel_of(params: Mapping[str, Any], tables: Sequence[Any] = ()) -> Kernel:
         arrays.append(tuple(w if w.grid_dim in free else whole for w in walks))
     # Operands that only choose blocks (scalar prefetch) come first, and have no blocks themselves.
     chosen = [() for _ in range(mapping.num_index_operands)]
-    flops, accessed_bytes, scores = _price(params, grid, tables)
+    counted = kernel_arithmetic(params, grid, tables)
+    scores = None
+    if counted.exponentials and counted.products > 1:
+        # Fused attention: a softmax between two products, or its gradients, which take more.
+        scores = Scores(is_backward=counted.products > 2)
+    flops, accessed_bytes = counted.flops, 0.0
+    estimate = params.get("cost_estimate")
+    if estimate is not None:
+        flops = float(estimate.flops + _TRANSCENDENTAL_FLOPS * estimate.transcendentals)
+        if counted.flops < counted.unconditional:
+            # Estimates do not know which runs skip their work.
+            flops = min(flops, counted.flops)
+        accessed_bytes = float(estimate.bytes_accessed)
     return Kernel(
         grid=grid,
         operands=(*chosen, *arrays[: mapping.num_inputs]),
@@ -108,29 +120,26 @@ def kernel_on_pieces(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
     cut = math.prod(grid) / max(math.prod(kernel.grid), 1)
 
     def piece(aval: Any, walks: Sequence[Walked]) -> Any:
-        sizes = [
-            n if w.grid_dim < 0 else grid[w.grid_dim] * w.block
-            for n, w in zip(aval.shape, walks, strict=True)
-        ]
+        sizes = []
+        for n, w in zip(aval.shape, walks, strict=True):
+            sizes.append(n if w.grid_dim < 0 else grid[w.grid_dim] * w.block)
         return aval.update(shape=tuple(sizes))
 
     walked = [*kernel.operands[mapping.num_index_operands :], *kernel.results]
-    blocks = tuple(
-        dataclasses.replace(block, array_aval=piece(block.array_aval, walks))
-        for block, walks in zip(mapping.block_mappings, walked, strict=True)
-    )
+    blocks = []
+    for block, walks in zip(mapping.block_mappings, walked, strict=True):
+        blocks.append(dataclasses.replace(block, array_aval=piece(block.array_aval, walks)))
     changed = {
-        "grid_mapping": dataclasses.replace(mapping, grid=tuple(grid), block_mappings=blocks),
-        "out_avals": tuple(
-            piece(a, w) for a, w in zip(params["out_avals"], kernel.results, strict=True)
+        "grid_mapping": dataclasses.replace(
+            mapping, grid=tuple(grid), block_mappings=tuple(blocks)
         ),
+        "out_avals": tuple(map(piece, params["out_avals"], kernel.results)),
     }
     estimate = params.get("cost_estimate")
     if estimate is not None:
-        parts = {
-            name: int(getattr(estimate, name) * cut)
-            for name in ("flops", "transcendentals", "bytes_accessed")
-        }
+        parts = {}
+        for name in ("flops", "transcendentals", "bytes_accessed"):
+            parts[name] = int(getattr(estimate, name) * cut)
         changed["cost_estimate"] = dataclasses.replace(estimate, **parts)
     return eqn.replace(params={**params, **changed})
 
@@ -167,7 +176,18 @@ def _independent(
     mapping = params["grid_mapping"]
     if params.get("mesh") is not None or not mapping.num_outputs:
         return frozenset()
-    asked = _asked(params, grid)
+    # The dims of the grid whose position or size the kernel asks for. A kernel numbers them without
+    # those that `vmap` has added.
+    added = set(mapping.vmapped_dims)
+    grid_dims = [g for g in range(len(grid)) if g not in added]
+    asked: set[int] = set()
+    for eqn in _equations(compat.open_body(params["jaxpr"])[0]):
+        name = eqn.primitive.name
+        if name in ("program_id", "num_programs"):
+            asked.add(grid_dims[eqn.params["axis"]])
+        elif any(word in name for word in ("semaphore", "dma", "callback", "print", "prng")):
+            # Runs may wait for one another or must happen in order, so no dim can be cut.
+            asked.update(range(len(grid)))
     has_memory = bool(mapping.scratch_avals)
     independent = set()
     for g in range(len(grid)):
@@ -202,48 +222,10 @@ def _uses(block: Any, grid_dim: int, walks: Sequence[Walked]) -> bool:
     read = itertools.chain.from_iterable(eqn.invars for eqn in body.eqns)
     if any(var is atom for atom in read):
         return True
-    return any(
-        index is var and walk.grid_dim != grid_dim
-        for index, walk in zip(body.outvars, walks, strict=True)
-    )
-
-
-def _asked(params: Mapping[str, Any], grid: Sequence[int]) -> frozenset[int]:
-    """The dims of the grid whose position or size the kernel asks for."""
-    body, _ = compat.open_body(params["jaxpr"])
-    # A kernel numbers the dims of its grid without those that `vmap` has added.
-    added = set(params["grid_mapping"].vmapped_dims)
-    grid_dims = [g for g in range(len(grid)) if g not in added]
-    asked: set[int] = set()
-    for eqn in _equations(body):
-        if eqn.primitive.name in ("program_id", "num_programs"):
-            asked.add(grid_dims[eqn.params["axis"]])
-        elif any(
-            word in eqn.primitive.name for word in ("semaphore", "dma", "callback", "print", "prng")
-        ):
-            # Runs may wait for one another or must happen in order, so no dim can be cut.
-            return frozenset(range(len(grid)))
-    return frozenset(asked)
-
-
-def _price(
-    params: Mapping[str, Any], grid: Sequence[int], tables: Sequence[Any]
-) -> tuple[float, float, Scores | None]:
-    """FLOPs and bytes of all runs, and the scores if the kernel is fused attention: a softmax
-    between two products, or its gradients, which take more.
-    """
-    counted = kernel_arithmetic(params, grid, tables)
-    scores = None
-    if counted.exponentials and counted.products > 1:
-        scores = Scores(is_backward=counted.products > 2)
-    estimate = params.get("cost_estimate")
-    if estimate is None:
-        return counted.flops, 0.0, scores
-    flops = float(estimate.flops + _TRANSCENDENTAL_FLOPS * estimate.transcendentals)
-    if counted.flops < counted.unconditional:
-        # Estimates do not know which runs skip their work.
-        flops = min(flops, counted.flops)
-    return flops, float(estimate.bytes_accessed), scores
+    for index, walk in zip(body.outvars, walks, strict=True):
+        if index is var and walk.grid_dim != grid_dim:
+            return True
+    return False
 
 
 def _equations(body: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,13 +22,13 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from ..core import InputError, nearest, shortened
-from ._dataflow import Item, items_of, rough_costs
+from ._dataflow import Item, forward_places, items_of, rough_costs
 from ._layer_names import layer_names, operator_names
 from ._rule import traits_of
 from ._segments import Run, find_repeats
 from ._split_order import scans_of_ranges
 from ._split_reach import scans_over_layers
-from ._types import Call, Graph, Phase, Role
+from ._types import Call, Graph, Role
 
 # A layer that weighs less than this share of an average one joins its neighbour.
 _SMALL = 0.1
@@ -84,9 +84,7 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
             names places that the step does not have, or operators are in a loop over layers.
     """
     items = items_of(graph)
-    forward = tuple(
-        k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared
-    )
+    forward = forward_places(items)
     crossing = crossing_bytes(graph, items, forward)
     costs = _costs(graph, items, forward)
     users = _parameters_of(graph, items, forward)
@@ -146,9 +144,7 @@ def cut_between(graph: Graph, operators: Sequence[tuple[int, int]]) -> Layers:
         InputError: both operators of a pair are in one loop or region, which cannot be cut.
     """
     items = items_of(graph)
-    forward = tuple(
-        k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared
-    )
+    forward = forward_places(items)
     crossing = crossing_bytes(graph, items, forward)
     starts = [0]
     for (before, after), places in zip(operators, _spans(items, forward, operators), strict=True):
@@ -161,7 +157,7 @@ def cut_between(graph: Graph, operators: Sequence[tuple[int, int]]) -> Layers:
                 " of scanning over them."
             )
         # Among equally narrow places the last, where the next layer's own operators begin.
-        starts.append(max(places, key=lambda place: (-crossing[place], place)))
+        starts.append(narrowest(places, crossing))
     ends = [*starts[1:], len(forward)]
     return Layers(
         items=items,
@@ -178,9 +174,7 @@ def narrowest_bytes(graph: Graph, operators: Sequence[tuple[int, int]]) -> list[
     is no place.
     """
     items = items_of(graph)
-    forward = tuple(
-        k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared
-    )
+    forward = forward_places(items)
     crossing = crossing_bytes(graph, items, forward)
     found: list[float] = []
     for places in _spans(items, forward, operators):
@@ -213,9 +207,7 @@ def range_layers(graph: Graph) -> Layers:
     """
     assert graph.split is not None, "the step's scans are not cut"
     items = items_of(graph)
-    forward = tuple(
-        k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared
-    )
+    forward = forward_places(items)
     bounds, passes = graph.split.bounds, graph.split.passes
     place_of = {k: place for place, k in enumerate(forward)}
     places = [place_of[k] for k in scans_of_ranges(graph, items) if k in place_of]
@@ -245,12 +237,18 @@ def whole_layers(layers: Layers) -> Layers:
     """The layers of a step, each of its operators together."""
     begins = [k for k in range(len(layers)) if k not in layers.inner]
     ends = [*begins[1:], len(layers)]
+    starts, names, boundary_bytes, costs = [], [], [], []
+    for begin, end in zip(begins, ends, strict=True):
+        starts.append(layers.starts[begin])
+        names.append(layers.names[begin])
+        boundary_bytes.append(layers.boundary_bytes[end - 1])
+        costs.append(sum(layers.costs[begin:end]))
     return replace(
         layers,
-        starts=tuple(layers.starts[k] for k in begins),
-        names=tuple(layers.names[k] for k in begins),
-        boundary_bytes=tuple(layers.boundary_bytes[k - 1] for k in ends),
-        costs=tuple(sum(layers.costs[a:b]) for a, b in zip(begins, ends, strict=True)),
+        starts=tuple(starts),
+        names=tuple(names),
+        boundary_bytes=tuple(boundary_bytes),
+        costs=tuple(costs),
         inner=frozenset(),
     )
 
@@ -309,10 +307,13 @@ def _cut_further(
     starts = set(whole)
     for before, after in itertools.pairwise(products):
         if starts.isdisjoint(range(before + 1, after + 1)):
-            starts.add(
-                max(range(before + 1, after + 1), key=lambda place: (-crossing[place], place))
-            )
+            starts.add(narrowest(range(before + 1, after + 1), crossing))
     return _merge_small(sorted(starts), costs, crossing, frozenset(whole), _MOST_OPERATORS)
+
+
+def narrowest(places: Iterable[int], crossing: NDArray[np.float64]) -> int:
+    """The place where the fewest bytes cross; of equally narrow ones the last."""
+    return max(places, key=lambda place: (-float(crossing[place]), place))
 
 
 def _behind(crossing: NDArray[np.float64], ends: Sequence[int]) -> tuple[float, ...]:
@@ -353,9 +354,10 @@ def crossing_bytes(
 
 def _parameters_of(graph: Graph, items: Sequence[Item], forward: Sequence[int]) -> list[list[str]]:
     """The parameters that each forward item uses, directly or through shared items, by path."""
-    carries: dict[int, list[str]] = {
-        i.value: [i.path] for i in graph.inputs if i.role is Role.PARAMETER
-    }
+    carries: dict[int, list[str]] = {}
+    for i in graph.inputs:
+        if i.role is Role.PARAMETER:
+            carries[i.value] = [i.path]
 
     def used_by(item: Item) -> list[str]:
         return list(dict.fromkeys(itertools.chain(*(carries.get(i, []) for i in item.inputs))))
@@ -386,9 +388,11 @@ def _places(
             continue
         covered[min(inside) + 1 : max(inside) + 1] = True
         cuts.update(_places_in_run(run, place_of, crossing, users))
-    for place in np.flatnonzero(~covered & (crossing > 0)):
-        if _is_narrow(crossing, int(place)):
-            cuts.add(int(place))
+    # Fewer bytes cross than on both sides; of neighbouring places with equally many the first.
+    first = np.flatnonzero(np.diff(crossing, prepend=-1.0))
+    level = crossing[first]
+    narrow = first[1:-1][(level[:-2] > level[1:-1]) & (level[1:-1] < level[2:])]
+    cuts.update(narrow[~covered[narrow] & (crossing[narrow] > 0)].tolist())
     # Between the ranges of one scan over layers: before every scan that reads results of an
     # earlier one.
     made_before: set[int] = set()
@@ -419,7 +423,8 @@ def _places_in_run(
     rated: list[tuple[float, int, list[int]]] = []
     for offset in range(run.period):
         # At offset 0, the end of the last copy is a place, too.
-        ops = [run.start + offset + k * run.period for k in range(run.count + (offset == 0))]
+        start = run.start + offset
+        ops = range(start, start + (run.count + (offset == 0)) * run.period, run.period)
         places = [place_of[k] for k in ops if k in place_of]
         if len(places) < run.count:
             continue
@@ -439,21 +444,6 @@ def _places_in_run(
 @functools.lru_cache(maxsize=1 << 14)
 def _numbers(path: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\d+", path))
-
-
-def _is_narrow(crossing: NDArray[np.float64], place: int) -> bool:
-    """True if fewer bytes cross than on both sides; of neighbouring places with equally many bytes,
-    only the first.
-    """
-    here = crossing[place]
-    before, after = place - 1, place + 1
-    if before >= 0 and crossing[before] == here:
-        return False  # only the first place of a plateau
-    while after < len(crossing) and crossing[after] == here:
-        after += 1
-    return bool(
-        before >= 0 and crossing[before] > here and after < len(crossing) and crossing[after] > here
-    )
 
 
 def _merge_small(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from ._roles import Reach
-from ._types import Literal, Op, Operand, Output, Phase, Value, ValueId
+from ._types import Literal, Op, Operand, Output, Phase, Value, ValueId, value_ids
 
 Keys: TypeAlias = tuple[str, ...]
 """A pytree path, key by key; that of an argument begins with its name."""
@@ -45,11 +45,11 @@ def match_state(
                 if len(keys) > depth:
                     groups.setdefault(keys[: depth + 1], []).append(position)
     returned = _returned_parts_of_batches(values, inputs, matcher.matched, reach)
-    return {
-        position: successor
-        for position, successor in matcher.matched.items()
-        if position not in returned
-    }
+    found = {}
+    for position, successor in matcher.matched.items():
+        if position not in returned:
+            found[position] = successor
+    return found
 
 
 def _returned_parts_of_batches(
@@ -67,15 +67,15 @@ def _returned_parts_of_batches(
         arguments.setdefault(keys[0], []).append(position)
     returned: set[int] = set()
     for positions in arguments.values():
-        mine = {p for p in positions if p in matched}
-        arrays = [
-            p for p in positions if values[inputs[p][1]].shape and not reach.key[inputs[p][1]]
-        ]
+        mine = matched.keys() & positions
+        arrays = []
+        for p in positions:
+            if values[inputs[p][1]].shape and not reach.key[inputs[p][1]]:
+                arrays.append(p)
         sizes = {values[inputs[p][1]].shape[0] for p in arrays}
-        others = any(p not in mine for p in arrays)
         if (
             mine
-            and others
+            and not mine.issuperset(arrays)
             and len(mine) < len(matched)
             and len(sizes) == 1
             and mine.issubset(arrays)
@@ -136,9 +136,7 @@ class _Matcher:
                     free[name] = left
             choice = _choose(free)
             if choice is None:
-                return {
-                    prefix: positions for prefix, positions in groups.items() if prefix in options
-                }
+                return {prefix: groups[prefix] for prefix in options}
             prefix, successors = choice
             self._taken.update(successors)
             self.matched.update(zip(groups[prefix], successors, strict=True))
@@ -181,7 +179,7 @@ class _Matcher:
         `prefix`.
         """
         values = [self._outputs[p][1].value for p in candidates]
-        indices = [v for v in values if isinstance(v, int)]
+        indices = value_ids(values)
         same_name = _last(prefix) == _last(name)
         inner = len(prefix) > 1
         lone = len(positions) == 1
@@ -208,7 +206,9 @@ def _choose(options: dict[Keys, list[tuple[Keys, list[int]]]]) -> tuple[Keys, li
     for prefix, successors in options.items():
         if len(successors) == 1:
             return prefix, successors[0][1]
-    return next(((prefix, successors[0][1]) for prefix, successors in options.items()), None)
+    for prefix, successors in options.items():
+        return prefix, successors[0][1]
+    return None
 
 
 def _last(keys: Keys) -> str:

@@ -20,7 +20,7 @@ from ._dataflow import items_of, links_around, ops_inside, read_by
 from ._effects import any_effects
 from ._extract import Extract, with_items
 from ._rule import traits_of
-from ._types import Block, Call, Graph, Op, Operand, OpId, Phase, Role, ValueId
+from ._types import Block, Call, Graph, Op, Operand, OpId, Phase, Role, ValueId, value_ids
 
 
 class OwnLoop(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,11 +48,10 @@ class OwnLoop(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_own_loop(graph: Graph) -> OwnLoop | None:
     """The loop over micro-batches of a step that has one, and one alone."""
-    found = [
-        loop
-        for item in graph.body.items
-        if isinstance(item, Call) and item.kind == "scan" and (loop := _own_loop(graph, item))
-    ]
+    found = []
+    for item in graph.body.items:
+        if isinstance(item, Call) and item.kind == "scan" and (loop := _own_loop(graph, item)):
+            found.append(loop)
     return found[0] if len(found) == 1 else None
 
 
@@ -64,7 +63,7 @@ def _own_loop(graph: Graph, call: Call) -> OwnLoop | None:
     if turns < 2 or not backward or any_effects(call, graph):
         return None
     # Each turn takes the next rows of the batch, and nothing else that differs between turns.
-    batch = {i.value for i in graph.inputs if i.role is Role.BATCH}
+    batch = graph.inputs_of(Role.BATCH)
     rows: dict[ValueId, ValueId] = {}
     cuts: set[OpId] = set()
     for outer, part in zip(
@@ -99,11 +98,10 @@ def _own_loop(graph: Graph, call: Call) -> OwnLoop | None:
             return None
         maker = graph.makers.get(new)
         assert isinstance(total, int)
-        reading = [
-            op
-            for op in (*readers.get(total, []), *readers.get(new, []))
-            if not (op.is_link and op.outputs[0] in results)
-        ]
+        reading = []
+        for op in (*readers.get(total, []), *readers.get(new, [])):
+            if not (op.is_link and op.outputs[0] in results):
+                reading.append(op)
         if maker is None or reading != [maker] or maker.index not in top:
             return None
         summands = [i for i in maker.inputs if i != total]
@@ -123,10 +121,11 @@ def _own_loop(graph: Graph, call: Call) -> OwnLoop | None:
             sums[op.outputs[0]] = each
             sum_ops.add(op.index)
             added.add(each)
-    returned = {o.value for o in graph.outputs}
-    calls = [c for c in graph.body.items if isinstance(c, Call) and c is not call]
-    stacks = set(call.outputs[num_carry:])
-    if stacks & returned or any(stacks & set(c.inputs) for c in calls) or not rows or not added:
+    read = graph.returned
+    for item in graph.body.items:
+        if isinstance(item, Call) and item is not call:
+            read.update(value_ids(item.inputs))
+    if not read.isdisjoint(call.outputs[num_carry:]) or not rows or not added:
         return None
     return OwnLoop(
         call=call,
@@ -175,7 +174,11 @@ def in_one_turn(graph: Graph, larger: Graph) -> Extract:
             blocks.append(Block(inputs=inputs, items=items, outputs=outputs))
         return replace(op_or_call, inputs=operands(op_or_call.inputs), blocks=tuple(blocks))
 
-    inside = _ops_of(larger, block)
+    # With the links of the loops inside it.
+    inside = set(ops_inside(loop.call))
+    for inner in block.items:
+        if isinstance(inner, Call):
+            inside |= links_around(larger, inner)
     ops = [structs.replace(op, inputs=operands(op.inputs)) for op in graph.ops]
     values = list(graph.values)
     for k in inside:
@@ -193,29 +196,15 @@ def in_one_turn(graph: Graph, larger: Graph) -> Extract:
     outputs = tuple([replace(o, value=operands([o.value])[0]) for o in graph.outputs])
     body = Block(
         inputs=graph.body.inputs,
-        items=tuple([replaced(item) for item in items]),
+        items=tuple(map(replaced, items)),
         outputs=tuple([o.value for o in outputs]),
     )
     whole = replace(graph, ops=tuple(ops), values=tuple(values), body=body, outputs=outputs)
-    needed = {*read_by(items_of(whole))}
-    needed |= {o.value for o in outputs if isinstance(o.value, int)}
-    return with_items(
-        whole,
-        [
-            item
-            for item in items_of(whole)
-            # The batch is no longer cut for the loop.
-            if item.op_or_call not in loop.cuts or not needed.isdisjoint(item.outputs)
-        ],
-    )
-
-
-def _ops_of(graph: Graph, block: Block) -> set[OpId]:
-    """The operators of a body, with the links of the loops inside it."""
-    ops: set[OpId] = set()
-    for item in block.items:
-        if isinstance(item, Call):
-            ops |= {*ops_inside(item), *links_around(graph, item)}
-        else:
-            ops.add(item)
-    return ops
+    every = items_of(whole)
+    needed = {*read_by(every), *whole.returned}
+    kept = []
+    for each in every:
+        # The batch is no longer cut for the loop.
+        if each.op_or_call not in loop.cuts or not needed.isdisjoint(each.outputs):
+            kept.append(each)
+    return with_items(whole, kept)

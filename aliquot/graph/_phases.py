@@ -47,8 +47,12 @@ def assign_phases(
     on the forward pass is forward (metrics, running statistics); one that depends on neither is
     prologue if it feeds either, else update. If no operator has a label, all are forward.
     """
-    known = {scope: label(scope) for scope in {draft.scope for draft in drafts}}
-    labels = [known[draft.scope] for draft in drafts]
+    known: dict[str, Phase | None] = {}
+    labels = []
+    for draft in drafts:
+        if draft.scope not in known:
+            known[draft.scope] = label(draft.scope)
+        labels.append(known[draft.scope])
     if not any(labels):
         return [Phase.FORWARD] * len(drafts)
     phases = _by_dataflow(drafts, labels, num_values)

@@ -91,12 +91,10 @@ def values_to_keep(
             taken. It holds the outputs of layers, not the terms of their sums, so that layers are
             recomputed one by one.
     """
-    costly = [
-        repeat is not None
-        and not (item.ops and repeat.issuperset(item.ops))
-        and is_costly(item, name)
-        for item, name in zip(items, names, strict=True)
-    ]
+    costly = []
+    for item, name in zip(items, names, strict=True):
+        is_repeated = repeat is None or (item.ops and repeat.issuperset(item.ops))
+        costly.append(not is_repeated and is_costly(item, name))
     maker = made_at(items)
     needed: dict[ValueId, None] = dict.fromkeys(wanted)
     waiting = list(needed)
@@ -132,9 +130,11 @@ def values_to_keep(
         return frozenset()
     if repeat:
         behind = _reached([(b, a, cost) for a, b, cost in edges], sink, source)
-        return frozenset(
-            v for v, n in number.items() if 2 * n + 1 in behind and 2 * n not in behind
-        )
+        found = set()
+        for v, n in number.items():
+            if 2 * n + 1 in behind and 2 * n not in behind:
+                found.add(v)
+        return frozenset(found)
     reached = _reached(edges, source, sink)
     return frozenset(v for v, n in number.items() if 2 * n in reached and 2 * n + 1 not in reached)
 

@@ -44,6 +44,7 @@ from ._types import (
     Role,
     Value,
     ValueId,
+    value_ids,
 )
 
 Places: TypeAlias = tuple[tuple[int, int], ...]
@@ -84,8 +85,7 @@ def recomputing(
         items = [pieces.get(id(item), item) for item in items]
     else:
         items = _with_regions(loose, sites, name)
-    wanted = {output.value for output in graph.outputs if isinstance(output.value, int)}
-    body = replace(graph.body, items=tuple(_live(loose, items, wanted)))
+    body = replace(graph.body, items=tuple(_live(loose, items, graph.returned)))
     again = replace(graph, values=tuple(loose.values), ops=tuple(loose.ops), body=body)
     how = Recomputation(
         name=name,
@@ -146,7 +146,7 @@ def _sites(graph: Graph, places: Places | None) -> _Sites:
     if Phase.BACKWARD not in phases or any(op.region for op in graph.ops):
         return _Sites()
     items = items_of(graph)
-    weights = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
+    weights = graph.inputs_of(Role.PARAMETER)
     for item in items:
         if _is_of_weights(graph, item, weights) and item.phase is not Phase.UPDATE:
             weights.update(item.outputs)
@@ -227,20 +227,14 @@ def _attention(
     for item in items:
         if _is_of_weights(graph, item, known):
             known.update(item.outputs)
-        for name, operands in _products(graph, item):
-            if name in FUSED_ATTENTION or known.isdisjoint(operands):
+        for op in (graph.ops[k] for k in item.ops):
+            # Products of a loop read the loop's operands.
+            operands = item.inputs if isinstance(item.op_or_call, Call) else op.inputs[:2]
+            plain = traits_of(op.name).multiplies and known.isdisjoint(operands)
+            if plain or op.name in FUSED_ATTENTION:
                 found.append(item)
                 break
     return tuple(found)
-
-
-def _products(graph: Graph, item: Item) -> Iterator[tuple[str, tuple[Operand, ...]]]:
-    """Products in an item, with their operands; those of a loop read the loop's operands."""
-    for k in item.ops:
-        op = graph.ops[k]
-        if op.name in FUSED_ATTENTION or traits_of(op.name).multiplies:
-            inside = isinstance(item.op_or_call, Call)
-            yield op.name, item.inputs if inside else op.inputs[:2]
 
 
 def _saved(
@@ -355,7 +349,7 @@ class _Loose:
             )
             names |= made
             return index
-        around = {i for i in item.inputs if isinstance(i, int)}
+        around = set(value_ids(item.inputs))
         inputs = _renamed(item.inputs, names)
         blocks = []
         inner = dict(names)
@@ -374,7 +368,7 @@ class _Loose:
         """The operator or call, reading other values."""
         if not isinstance(item, Call):
             op = self.ops[item]
-            if names.keys().isdisjoint(i for i in op.inputs if isinstance(i, int)):
+            if names.keys().isdisjoint(value_ids(op.inputs)):
                 return item
             index = OpId(len(self.ops))
             self.op_origins.append(self.op_origins[item])
@@ -456,7 +450,7 @@ def _with_regions(loose: _Loose, sites: _Sites, name: str) -> list[OpId | Call]:
 def _closed(loose: _Loose, written: Sequence[OpId | Call | _Region]) -> list[OpId | Call]:
     """The items, with regions as calls whose results are what others read."""
     inside = replace(loose.graph, ops=tuple(loose.ops))
-    uses = Counter(output.value for output in inside.outputs if isinstance(output.value, int))
+    uses = Counter(value_ids(inside.output_values))
     reads: list[Counter[ValueId]] = []
     for each in written:
         parts = each.items if isinstance(each, _Region) else [each]
@@ -477,7 +471,7 @@ def _closed(loose: _Loose, written: Sequence[OpId | Call | _Region]) -> list[OpI
 def _made(loose: _Loose, items: Iterable[OpId | Call]) -> dict[ValueId, None]:
     """The values that items make, in order."""
     results = (i.outputs if isinstance(i, Call) else loose.ops[i].outputs for i in items)
-    return dict.fromkeys(o for o in itertools.chain(*results) if o >= 0)
+    return dict.fromkeys(value_ids(itertools.chain(*results)))
 
 
 def _remat(
@@ -506,7 +500,7 @@ def _recomputed(graph: Graph, sites: _Sites, name: str) -> tuple[list[list[Item]
     for n, layer in enumerate(sites.layers):
         in_layer.update(dict.fromkeys(map(id, layer.forward), n))
         owner.update(dict.fromkeys(made_by(layer.forward), n))
-    kept: set[ValueId] = {o.value for o in graph.outputs if isinstance(o.value, int)}
+    kept = graph.returned
     wanted: set[ValueId] = set()
     for item in sites.items:
         for value in item.inputs:
@@ -544,11 +538,10 @@ def _with_less_kept(
     other_consts, other_carry = compat.scan_counts(backward.eqn.params)
     consts, slices = block.inputs[:num_consts], block.inputs[num_consts + num_carry :]
     rows_of = zip(slices, forward.inputs[num_consts + num_carry :], strict=True)
-    stacked_from = {
-        inner: array
-        for inner, array in rows_of
-        if isinstance(inner, int) and isinstance(array, int)
-    }
+    stacked_from = {}
+    for inner, array in rows_of:
+        if isinstance(inner, int) and isinstance(array, int):
+            stacked_from[inner] = array
     # What the first scan stacks for the second: by the array, the value of which it holds the rows.
     stacks: dict[ValueId, ValueId] = {}
     for k in loop.stacks:
@@ -618,13 +611,13 @@ def _with_less_kept(
                 instead[old] = new
     if not dropped:
         return {}
-    kept = [
-        (stack, inner)
-        for stack, inner in zip(forward.outputs[num_carry:], block.outputs[num_carry:], strict=True)
-        if stack not in dropped
-    ]
-    ends = [*block.outputs[:num_carry], *(inner for _, inner in kept), *(v for _, v in new_stacks)]
-    alive = {value for value in ends if isinstance(value, int)}
+    ends, results = [*block.outputs[:num_carry]], [*forward.outputs[:num_carry]]
+    stacked = zip(forward.outputs[num_carry:], block.outputs[num_carry:], strict=True)
+    for stack, inner in (*stacked, *new_stacks):
+        if stack not in dropped:
+            ends.append(inner)
+            results.append(stack)
+    alive = set(value_ids(ends))
     first = replace(
         forward,
         eqn=compat.loop_like(forward.eqn, num_carry, num_consts, scope=_scope(loose, forward)),
@@ -635,23 +628,18 @@ def _with_less_kept(
                 outputs=tuple(ends),
             ),
         ),
-        outputs=(
-            *forward.outputs[:num_carry],
-            *(stack for stack, _ in kept),
-            *(stack for stack, _ in new_stacks),
-        ),
+        outputs=tuple(results),
     )
     around = tuple(value for value in more_consts if value not in backward.inputs[:other_consts])
-    still = [(stack, inner) for stack, inner in given if stack not in dropped]
-    still += more_rows.items()
-    carried = other.inputs[other_consts : other_consts + other_carry]
-    inputs = (*other.inputs[:other_consts], *around, *carried, *(inner for _, inner in still))
-    operands = (
-        *backward.inputs[:other_consts],
-        *around,
-        *backward.inputs[other_consts : other_consts + other_carry],
-        *(stack for stack, _ in still),
-    )
+    carried = slice(other_consts, other_consts + other_carry)
+    inputs = [*other.inputs[:other_consts], *around, *other.inputs[carried]]
+    operands = [*backward.inputs[:other_consts], *around, *backward.inputs[carried]]
+    for array, old in given:
+        if array not in dropped:
+            inputs.append(old)
+            operands.append(array)
+    inputs += more_rows.values()
+    operands += more_rows
     body = [*copies, *(loose.reading(item, instead) for item in other.items)]
     outputs = _renamed(other.outputs, instead)
     second = replace(
@@ -659,8 +647,8 @@ def _with_less_kept(
         eqn=compat.loop_like(
             backward.eqn, other_carry, other_consts + len(around), scope=_scope(loose, backward)
         ),
-        blocks=(_in_region(loose, inputs, body, outputs),),
-        inputs=operands,
+        blocks=(_in_region(loose, tuple(inputs), body, outputs),),
+        inputs=tuple(operands),
     )
     return {id(forward): first, id(backward): second}
 
@@ -676,7 +664,7 @@ def _in_region(
     made = _made(loose, items)
     every = itertools.chain.from_iterable(reads_of(inside, item) for item in items)
     reads = dict.fromkeys(i for i in every if i not in made)
-    results = tuple(dict.fromkeys(o for o in outputs if isinstance(o, int) and o in made))
+    results = tuple([o for o in dict.fromkeys(value_ids(outputs)) if o in made])
     region = _remat(items, tuple(reads), results, prevent_cse=False, scope="")
     return Block(inputs=inputs, items=(region,), outputs=outputs)
 

@@ -59,9 +59,9 @@ def recomputed_runs(
     by_first_use: dict[int, list[Item]] = {}
     for item, use in zip(recomputed, first_uses, strict=True):
         by_first_use.setdefault(use, []).append(item)
-    gradient_for = {
-        use: _awaited_gradient(items, use, backward, places) for use, items in by_first_use.items()
-    }
+    gradient_for = {}
+    for use, items in by_first_use.items():
+        gradient_for[use] = _awaited_gradient(items, use, backward, places)
     # Runs by the position of the backward item that makes their gradient; -1 without one.
     runs: dict[int, list[Item]] = {}
     run_of: dict[ValueId, int] = {}

@@ -14,7 +14,7 @@ import msgspec
 
 from ._rule import traits_of
 from ._traits import Moves
-from ._types import Input, Literal, Op, Operand, Output, Phase, Role, Value, ValueId
+from ._types import Input, Literal, Op, Operand, Output, Phase, Role, Value, ValueId, value_ids
 
 
 class Reach(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
     """The `Reach` of all values, in one pass over the operators forwards and one backwards."""
     size = len(values)
     forward, backward, learned = bytearray(size), bytearray(size), bytearray(size)
-    floating = bytearray(_is_floating(value) for value in values)
+    floating = bytearray(map(_is_floating, values))
     for op in ops:
         is_forward, is_backward = op.phase is Phase.FORWARD, op.phase is Phase.BACKWARD
         is_learned = is_backward
@@ -63,21 +63,16 @@ def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
                 if type(i) is not Literal:
                     read[i] = 1
         # Until it is wrapped, a raw key is an array of numbers like any other, so look backwards.
-        if op.name == "random_wrap" or (
-            _hands_on_keys(op.name) and any(key[o] for o in op.outputs if o >= 0)
-        ):
+        moves = traits_of(op.name).moves
+        # A raw key may be cut out of an array of keys before it is used.
+        hands_on = op.name in ("tie", "scan_slice") or (
+            moves is not None and (moves.permutes or moves is Moves.SELECT)
+        )
+        if op.name == "random_wrap" or (hands_on and any(key[o] for o in op.outputs if o >= 0)):
             for i in op.inputs if op.name == "tie" else op.inputs[:1]:
                 if type(i) is not Literal:
                     key[i] = 1
     return Reach(read=read, forward=forward, backward=backward, learned=learned, key=key)
-
-
-def _hands_on_keys(primitive: str) -> bool:
-    # A raw key may be cut out of an array of keys before it is used.
-    moves = traits_of(primitive).moves
-    return primitive in ("tie", "scan_slice") or (
-        moves is not None and (moves.permutes or moves is Moves.SELECT)
-    )
 
 
 def _is_floating(value: Value) -> bool:
@@ -104,8 +99,8 @@ def _weights(ops: Sequence[Op], values: Sequence[Value], batch: set[ValueId]) ->
                 if out >= 0:
                     fed[out] = 1
     for op in reversed(ops):
-        sources = [i for i in op.inputs if type(i) is not Literal]
-        results = [o for o in op.outputs if o >= 0]
+        sources = value_ids(op.inputs)
+        results = value_ids(op.outputs)
         if op.phase is Phase.UPDATE or not sources or not results:
             continue
         traits, first, result = traits_of(op.name), sources[0], results[0]
@@ -121,7 +116,7 @@ def _weights(ops: Sequence[Op], values: Sequence[Value], batch: set[ValueId]) ->
             if op.name == "scan_slice" or traits.moves is Moves.SELECT:
                 made = [first]
             elif op.name.startswith("scatter"):
-                made = [i for i in (op.inputs[0], op.inputs[2]) if type(i) is not Literal]
+                made = value_ids((op.inputs[0], op.inputs[2]))
             else:
                 made = sources
             # A bit is part of one weight. A table of more numbers is computed from a few, such as
@@ -174,20 +169,15 @@ def assign_roles(
     that the forward pass never reads is optimizer state; other state is running statistics, random
     keys, loss scales and the like.
     """
-    integers = [
-        item
-        for item in inputs
-        if item.path not in batch
-        and values[item.value].shape
-        and not _is_floating(values[item.value])
-        and not reach.key[item.value]
-    ]
+    has_integers, new = False, set()
+    for item in inputs:
+        value = values[item.value]
+        if item.path in batch:
+            new.add(item.value)
+        elif value.shape and not _is_floating(value) and not reach.key[item.value]:
+            has_integers = True
     # Few steps have any.
-    weights = (
-        _weights(ops, values, {item.value for item in inputs if item.path in batch})
-        if integers
-        else bytearray(len(values))
-    )
+    weights = _weights(ops, values, new) if has_integers else bytearray(len(values))
 
     def role(item: Input) -> Role:
         value = values[item.value]
@@ -248,8 +238,11 @@ def batch_paths(
     # The size of each array by path, for each argument.
     sized: list[dict[str, int]] = []
     for items in fresh:
-        arrays = [i for i in items if values[i.value].shape and not reach.key[i.value]]
-        sized.append({i.path: values[i.value].shape[0] for i in arrays})
+        sizes = {}
+        for i in items:
+            if values[i.value].shape and not reach.key[i.value]:
+                sizes[i.path] = values[i.value].shape[0]
+        sized.append(sizes)
     sized = [sizes for sizes in sized if len(set(sizes.values())) == 1] or sized
     # Reversed, because `Counter` returns the first of equally frequent sizes, not the last.
     votes = Counter(itertools.chain(*(sizes.values() for sizes in reversed(sized))))
@@ -259,16 +252,11 @@ def batch_paths(
     found = set()
     for items in fresh:
         for i in items:
-            if reach.key[i.value] and _is_key_array(values[i.value], size):
+            value = values[i.value]
+            # A raw key is itself an array, of two or four numbers.
+            dims = value.shape if value.dtype.startswith("key<") else value.shape[:-1]
+            if reach.key[i.value] and dims[:1] == (size,):
                 found.add(i.path)
     for sizes in sized:
         found |= {path for path, length in sizes.items() if length == size}
     return found
-
-
-def _is_key_array(value: Value, size: int) -> bool:
-    """True if a value is an array of `size` keys; a raw key is itself an array, of two or four
-    numbers.
-    """
-    dims = value.shape if value.dtype.startswith("key<") else value.shape[:-1]
-    return dims[:1] == (size,)

@@ -180,7 +180,14 @@ class DimRule:
         """Its short form, with "." for each dim that stays whole: `"a.,b->ab"`."""
 
         def side(arrays: Sequence[Dims]) -> str:
-            return ",".join(["".join(map(_dim_text, dims)) for dims in arrays])
+            texts = []
+            for dims in arrays:
+                text = ""
+                for names in dims:
+                    shown = names if len(names) == 1 else f"({names})"
+                    text += shown if any(map(str.islower, names)) else "."
+                texts.append(text)
+            return ",".join(texts)
 
         return f"{side(self.operands)}->{side(self.results)}"
 
@@ -189,12 +196,6 @@ class DimRule:
         """Floating-point operations of the whole operator."""
         # Factors of size 0 are skipped: an operand without elements stands for one not given.
         return self.flops_per_point * math.prod(size for size in self.sizes.values() if size)
-
-
-def _dim_text(names: str) -> str:
-    if not any(c.islower() for c in names):
-        return "."
-    return names if len(names) == 1 else f"({names})"
 
 
 def rule(
@@ -219,8 +220,8 @@ def rule(
     frozenset({'b'})
     """
     left, right = text.replace(" ", "").split("->")
-    operand_dims = tuple(_parse(part) for part in left.split(",")) if operands else ()
-    result_dims = tuple(_parse(part) for part in right.split(","))
+    operand_dims = tuple(map(_parse, left.split(","))) if operands else ()
+    result_dims = tuple(map(_parse, right.split(",")))
     known = dict(sizes or {})
     shapes = [*(o.shape for o in operands), *results]
     for dims, shape in zip((*operand_dims, *result_dims), shapes, strict=True):
@@ -341,17 +342,17 @@ def whole(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]]) -> D
 
     return DimRule(
         operands=tuple(dims(o.shape) for o in operands),
-        results=tuple(dims(s) for s in results),
+        results=tuple(map(dims, results)),
         sizes=sizes,
     )
 
 
 # Upper-case characters beyond the alphabet, for opaque operators with many operands.
 _WHOLE = (
-    [chr(c) for c in range(ord("A"), ord("Z") + 1)]
-    + [chr(c) for c in range(0x391, 0x3AA) if chr(c).isupper()]
-    + [chr(c) for c in range(0x410, 0x430)]
-    + [chr(c) for c in range(0x10400, 0x10428)]
-    + [chr(c) for c in range(0x104B0, 0x104D4)]
-    + [chr(c) for c in range(0x1E900, 0x1E922)]
+    list(map(chr, range(ord("A"), ord("Z") + 1)))
+    + list(filter(str.isupper, map(chr, range(0x391, 0x3AA))))
+    + list(map(chr, range(0x410, 0x430)))
+    + list(map(chr, range(0x10400, 0x10428)))
+    + list(map(chr, range(0x104B0, 0x104D4)))
+    + list(map(chr, range(0x1E900, 0x1E922)))
 )

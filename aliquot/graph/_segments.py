@@ -128,17 +128,14 @@ def find_repeats(graph: Graph) -> Repeats:
     in_run = np.zeros(len(keys), bool)
     for run in runs:
         in_run[run.start : run.start + run.period * run.count] = True
-    outside = tuple(
-        [
-            op
-            for op, repeated in zip(graph.ops, in_run.tolist(), strict=True)
-            if not repeated and (op.phase is Phase.UPDATE or op.phase is Phase.PROLOGUE)
-        ]
-    )
+    outside = []
+    for op, repeated in zip(graph.ops, in_run.tolist(), strict=True):
+        if not repeated and (op.phase is Phase.UPDATE or op.phase is Phase.PROLOGUE):
+            outside.append(op)
     return Repeats(
         op_class=np.array(_classes(graph, keys, origin, runs, outside), np.int64),
         runs=tuple(runs),
-        outside=outside,
+        outside=tuple(outside),
         origin=tuple(origin),
     )
 
@@ -201,7 +198,7 @@ class _ParamKeys:
         if value is None or isinstance(value, int | float | str | bool):
             return value
         if isinstance(value, tuple):
-            return tuple([self._one(v) for v in value])
+            return tuple(map(self._one, value))
         known = self._by_id.get(id(value))
         if known is None:
             known = (value, str(value))
@@ -255,7 +252,7 @@ def _candidate_periods(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int
     equal = sorted_keys[1:] == sorted_keys[:-1]
     distances, counts = np.unique((sorted_where[1:] - sorted_where[:-1])[equal], return_counts=True)
     # Limited, because trying a period takes a pass over all operators.
-    return [int(d) for d in distances[np.argsort(-counts, kind="stable")][:64]]
+    return list(map(int, distances[np.argsort(-counts, kind="stable")][:64]))
 
 
 def _classes(
@@ -293,14 +290,11 @@ def _refined_by_sources(
         # What makes scalars depends on arrays alone: else each term of a sum over all gradients
         # would have a class of its own.
         scalar = not any(o >= 0 and is_array[o] for o in op.outputs)
-        sources = tuple(
-            [
-                of_value[i]
-                for i in op.inputs
-                if type(i) is not Literal and (is_array[i] or not scalar)
-            ]
-        )
-        op_class = refined[op.index] = intern((classes[op.index], sources))
+        sources = []
+        for i in op.inputs:
+            if type(i) is not Literal and (is_array[i] or not scalar):
+                sources.append(of_value[i])
+        op_class = refined[op.index] = intern((classes[op.index], tuple(sources)))
         for position, out in enumerate(op.outputs):
             if out >= 0:
                 of_value[out] = op_class, position
@@ -353,9 +347,10 @@ def _value_classes(graph: Graph, classes: Sequence[int], origin: Sequence[str | 
         for position, out in enumerate(op.outputs):
             if out >= 0:
                 result[out] = intern((own_class, position))
-    readers: dict[int, set[Any]] = {
-        v: set() for v, value_class in enumerate(result) if value_class < 0
-    }
+    readers: dict[int, set[Any]] = {}
+    for v, value_class in enumerate(result):
+        if value_class < 0:
+            readers[v] = set()
     for op, own_class in zip(graph.ops, classes, strict=True):
         for position, source in enumerate(op.inputs):
             if type(source) is not Literal and source in readers:
@@ -376,4 +371,4 @@ def _members(classes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     members: list[list[int]] = [[] for _ in range(max(classes, default=-1) + 1)]
     for thing, own_class in enumerate(classes):
         members[own_class].append(thing)
-    return tuple([tuple(things) for things in members])
+    return tuple(map(tuple, members))

@@ -84,7 +84,7 @@ def joint(
     another one.
     """
     return like.replace(
-        invars=[jex.Var(aval) for aval in operands],
+        invars=list(map(jex.Var, operands)),
         outvars=[jex.Var(result)],
         primitive=_PRIMITIVES[name],
         params=dict(params),

@@ -10,56 +10,44 @@ from ._split_emission import Emission, Place, define, define_all, read, write
 from ._split_equations import joint
 from ._split_rows import Local, local_rule
 from ._split_values import index_of
-from ._types import NO_VALUE, Literal, Op, ValueId
+from ._types import NO_VALUE, Literal, Op, ValueId, value_ids
 
 
 def write_operator(emission: Emission, op: Op, place: Place) -> None:
     """Write an operator of the old graph."""
     arrays = emission.arrays
     rule = None
-    if not place.in_loop and any(
-        v in arrays.stacked for v in (*op.inputs, *op.outputs) if isinstance(v, int)
-    ):
+    if not place.in_loop and not arrays.stacked.isdisjoint(value_ids((*op.inputs, *op.outputs))):
         rule = local_rule(op, emission.graph.values, arrays.rows)
-    if rule is not None and _in_pieces(emission, op, rule):
-        _write_local(emission, op, rule, place)
-        return
-    avals = [v.aval for v in op.eqn.invars]
-    inputs = [
-        read(emission, i, place, op, op.eqn, a) for i, a in zip(op.inputs, avals, strict=True)
-    ]
+    if rule is not None:
+        operands = zip(op.inputs, rule.operands, strict=True)
+        for v, has_rows in (*operands, *zip(op.outputs, rule.results, strict=True)):
+            if isinstance(v, int) and has_rows and v in arrays.stacked:
+                _write_local(emission, op, rule, place)
+                return
+    inputs = []
+    for i, var in zip(op.inputs, op.eqn.invars, strict=True):
+        inputs.append(read(emission, i, place, op, op.eqn, var.aval))
     outputs = [arrays.new(o) if o >= 0 else NO_VALUE for o in op.outputs]
     write(emission, op, place, op.eqn, inputs, outputs)
     define_all(emission, op.outputs, outputs, place, op, op.eqn)
 
 
-def _in_pieces(emission: Emission, op: Op, rule: Local) -> bool:
-    both = [
-        *zip(op.inputs, rule.operands, strict=True),
-        *zip(op.outputs, rule.results, strict=True),
-    ]
-    return any(
-        has_rows and v in emission.arrays.stacked for v, has_rows in both if isinstance(v, int)
-    )
-
-
 def _write_local(emission: Emission, op: Op, rule: Local, place: Place) -> None:
     """Write an operator once for each range."""
     arrays = emission.arrays
-    shared = [
-        None if has_rows else read(emission, i, place, op, op.eqn, v.aval)
-        for i, has_rows, v in zip(op.inputs, rule.operands, op.eqn.invars, strict=True)
-    ]
+    shared = []
+    for i, has_rows, v in zip(op.inputs, rule.operands, op.eqn.invars, strict=True):
+        shared.append(None if has_rows else read(emission, i, place, op, op.eqn, v.aval))
     if not rule.join:
         for old in op.outputs:
             if old >= 0:
                 arrays.declare(old)
     partial = []
     for k, (start, stop) in enumerate(arrays.ranges):
-        inputs = [
-            arrays.parts(i)[k] if i_shared is None else i_shared
-            for i, i_shared in zip(op.inputs, shared)
-        ]
+        inputs = []
+        for i, i_shared in zip(op.inputs, shared):
+            inputs.append(arrays.parts(i)[k] if i_shared is None else i_shared)
         if not rule.join:
             outputs = [index_of(arrays.parts(o)[k]) if o >= 0 else NO_VALUE for o in op.outputs]
         else:

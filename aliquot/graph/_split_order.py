@@ -24,11 +24,11 @@ def scans_of_ranges(graph: Graph, items: Sequence[Item]) -> list[int]:
     lengths = {b - a for a, b in itertools.pairwise(graph.split.bounds)}
     scans = [scan for scan in scans_over_layers(graph) if scan.length in lengths]
     inside = set(itertools.chain.from_iterable(range(scan.start, scan.stop) for scan in scans))
-    return [
-        k
-        for k, item in enumerate(items)
-        if isinstance(item.op_or_call, Call) and item.ops and item.ops[0] in inside
-    ]
+    found = []
+    for k, item in enumerate(items):
+        if isinstance(item.op_or_call, Call) and item.ops and item.ops[0] in inside:
+            found.append(k)
+    return found
 
 
 def side_by_side(graph: Graph) -> Graph:
@@ -84,7 +84,7 @@ def _in_order(graph: Graph, items: Sequence[Item]) -> Graph:
             return number[op_or_call]
         blocks = []
         for block in op_or_call.blocks:
-            blocks.append(replace(block, items=tuple([renumbered(item) for item in block.items])))
+            blocks.append(replace(block, items=tuple(map(renumbered, block.items))))
         return replace(op_or_call, blocks=tuple(blocks))
 
     body = replace(graph.body, items=tuple([renumbered(item.op_or_call) for item in items]))

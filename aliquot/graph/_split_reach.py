@@ -6,6 +6,7 @@ branches in it. The body of a loop is the same for every range of layers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from ..core import InputError
 from . import _jax_compat as compat
 from ._split_rows import local_rule
-from ._types import Block, Call, Graph, Op, Operand, Phase, Role, ValueId
+from ._types import Block, Call, Graph, Op, Phase, Role, ValueId, value_ids
 
 
 class LayerScan(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,11 +57,29 @@ def stacked_values(graph: Graph, length: int) -> frozenset[ValueId]:
     seeds = []
     for call in forward_scans(graph):
         if call.eqn.params["length"] == length:
-            for v in _stacked_operands(call):
-                if isinstance(v, int):
-                    seeds.append(v)
-    _check(graph, length, can_be_cut=bool(seeds))
-    return tied_values(graph, length, seeds)
+            seeds += _stacked_operands(call)
+    nested = _over_parameters(graph, list(_nested_scans(graph, graph.body, False)))
+    if any(call.eqn.params["length"] == length for call in nested):
+        raise InputError(
+            f"{graph.name} runs its scan over {length} layers inside another loop (its own"
+            " accumulation over micro-batches, perhaps), and a loop cannot pass from one stage to"
+            " the next and back. Write the step for the whole batch and let num_micro_batches"
+            " cut it."
+        )
+    if seeds:
+        return tied_values(graph, length, seeds)
+    lengths = sorted({scan.length for scan in scans_over_layers(graph)})
+    if lengths:
+        raise InputError(
+            f"Ranges of {length} layers were asked for, but {graph.name} scans over"
+            f" {' and '.join(map(str, lengths))} layers: ranges must cover all of them. Let bounds"
+            f" end at {lengths[0]}."
+        )
+    raise InputError(
+        f"{graph.name} has no scan over layers, so nothing in it can be cut into ranges of {length}"
+        " layers: no jax.lax.scan of the step takes stacked parameters as its xs. Write the layers"
+        " as such a scan, or cut the unrolled step as it is."
+    )
 
 
 def tied_values(graph: Graph, length: int, seeds: Iterable[ValueId]) -> frozenset[ValueId]:
@@ -82,15 +101,13 @@ def tied_values(graph: Graph, length: int, seeds: Iterable[ValueId]) -> frozense
 
 def is_split(call: Call, stacked: frozenset[ValueId], length: int) -> bool:
     """True if a scan is one of those that are cut."""
-    return call.eqn.params["length"] == length and any(
-        v in stacked for v in _stacked_operands(call)
-    )
+    return call.eqn.params["length"] == length and not stacked.isdisjoint(_stacked_operands(call))
 
 
-def _stacked_operands(call: Call) -> list[Operand]:
+def _stacked_operands(call: Call) -> list[ValueId]:
     """Arrays that a scan slices in each step, and those that it stacks."""
     num_consts, num_carry = compat.scan_counts(call.eqn.params)
-    return [*call.inputs[num_consts + num_carry :], *call.outputs[num_carry:]]
+    return value_ids([*call.inputs[num_consts + num_carry :], *call.outputs[num_carry:]])
 
 
 def opens(call: Call) -> bool:
@@ -120,57 +137,48 @@ def _groups(graph: Graph, length: int) -> Iterator[tuple[ValueId, ...]]:
         if isinstance(item, Op):
             rule = local_rule(item, values, length)
             if rule is not None:
-                both = [
-                    *zip(item.inputs, rule.operands, strict=True),
-                    *zip(item.outputs, rule.results, strict=True),
-                ]
-                yield _indices(operand for operand, has_rows in both if has_rows)
+                both, with_rows = (*item.inputs, *item.outputs), (*rule.operands, *rule.results)
+                yield tuple(value_ids(itertools.compress(both, with_rows)))
         elif item.kind == "scan":
             if item.eqn.params["length"] == length:
-                yield _indices(_stacked_operands(item))
+                yield tuple(_stacked_operands(item))
         elif opens(item):
             for position, result in enumerate(item.outputs):
-                group = _indices([result, *(block.outputs[position] for block in item.blocks)])
+                group = value_ids([result, *(block.outputs[position] for block in item.blocks)])
                 if all(values[v].shape[:1] == (length,) for v in group):
-                    yield group
+                    yield tuple(group)
     # The next step takes the state that this one returns, so both must be cut alike.
     for state in graph.inputs:
         if state.output is not None:
-            group = _indices([state.value, graph.outputs[state.output].value])
+            group = value_ids([state.value, graph.outputs[state.output].value])
             if all(values[v].shape[:1] == (length,) for v in group):
-                yield group
-
-
-def _indices(operands: Iterable[Operand]) -> tuple[ValueId, ...]:
-    return tuple([v for v in operands if isinstance(v, int) and v >= 0])
+                yield tuple(group)
 
 
 def _of_parameters(graph: Graph, length: int) -> set[ValueId]:
     """Values of `length` rows, each of which is made from the same row of a parameter."""
-    marked = {
-        i.value
-        for i in graph.inputs
-        if i.role is Role.PARAMETER and graph.values[i.value].shape[:1] == (length,)
-    }
+    marked = set()
+    for i in graph.inputs:
+        if i.role is Role.PARAMETER and graph.values[i.value].shape[:1] == (length,):
+            marked.add(i.value)
     for op in graph.ops:
-        if op.phase is Phase.UPDATE or not any(
-            isinstance(i, int) and i in marked for i in op.inputs
-        ):
+        if op.phase is Phase.UPDATE or marked.isdisjoint(value_ids(op.inputs)):
             continue
         rule = local_rule(op, graph.values, length)
-        if rule and any(
-            has and i in marked for i, has in zip(op.inputs, rule.operands, strict=True)
-        ):
-            marked.update(
-                o for o, has in zip(op.outputs, rule.results, strict=True) if has and o >= 0
-            )
+        if rule and not marked.isdisjoint(value_ids(itertools.compress(op.inputs, rule.operands))):
+            marked.update(value_ids(itertools.compress(op.outputs, rule.results)))
     return marked
 
 
 def forward_scans(graph: Graph) -> list[Call]:
     """The scans over layers of the forward pass."""
     calls = [c for c in _flat(graph, graph.body) if isinstance(c, Call) and c.kind == "scan"]
-    return [c for c in _over_parameters(graph, calls) if not _holds_backward(graph, c)]
+    scans = []
+    for call in _over_parameters(graph, calls):
+        phases = {op.phase for op in _inside(graph, call)}
+        if phases.isdisjoint((Phase.BACKWARD, Phase.UPDATE)):
+            scans.append(call)
+    return scans
 
 
 def _over_parameters(graph: Graph, calls: Sequence[Call]) -> list[Call]:
@@ -178,16 +186,10 @@ def _over_parameters(graph: Graph, calls: Sequence[Call]) -> list[Call]:
     marked = {length: _of_parameters(graph, length) for length in lengths}
     found: list[Call] = []
     for call in calls:
-        if any(
-            v in marked[call.eqn.params["length"]]
-            for v in call.inputs[sum(compat.scan_counts(call.eqn.params)) :]
-        ):
+        sliced = call.inputs[sum(compat.scan_counts(call.eqn.params)) :]
+        if not marked[call.eqn.params["length"]].isdisjoint(value_ids(sliced)):
             found.append(call)
     return found
-
-
-def _holds_backward(graph: Graph, call: Call) -> bool:
-    return any(op.phase in (Phase.BACKWARD, Phase.UPDATE) for op in _inside(graph, call))
 
 
 def _inside(graph: Graph, call: Call) -> Iterator[Op]:
@@ -207,29 +209,3 @@ def _nested_scans(graph: Graph, block: Block, in_loop: bool) -> Iterator[Call]:
                 yield item
             for inner in item.blocks:
                 yield from _nested_scans(graph, inner, in_loop or not opens(item))
-
-
-def _check(graph: Graph, length: int, *, can_be_cut: bool) -> None:
-    """Raise `InputError` if a scan over `length` layers is in a loop, or if nothing can be cut."""
-    nested = _over_parameters(graph, list(_nested_scans(graph, graph.body, False)))
-    if any(call.eqn.params["length"] == length for call in nested):
-        raise InputError(
-            f"{graph.name} runs its scan over {length} layers inside another loop (its own"
-            " accumulation over micro-batches, perhaps), and a loop cannot pass from one stage to"
-            " the next and back. Write the step for the whole batch and let num_micro_batches"
-            " cut it."
-        )
-    if can_be_cut:
-        return
-    lengths = sorted({scan.length for scan in scans_over_layers(graph)})
-    if lengths:
-        raise InputError(
-            f"Ranges of {length} layers were asked for, but {graph.name} scans over"
-            f" {' and '.join(map(str, lengths))} layers: ranges must cover all of them. Let bounds"
-            f" end at {lengths[0]}."
-        )
-    raise InputError(
-        f"{graph.name} has no scan over layers, so nothing in it can be cut into ranges of {length}"
-        " layers: no jax.lax.scan of the step takes stacked parameters as its xs. Write the layers"
-        " as such a scan, or cut the unrolled step as it is."
-    )

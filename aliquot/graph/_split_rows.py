@@ -45,10 +45,9 @@ def local_rule(op: Op, values: Sequence[Value], rows: int) -> Local | None:
     if traits.on_rows is None or declare is None:
         return None
     operands = [i if isinstance(i, Literal) else values[i] for i in op.inputs]
-    results = [
-        values[o].shape if o >= 0 else tuple(op.eqn.outvars[k].aval.shape)
-        for k, o in enumerate(op.outputs)
-    ]
+    results = []
+    for k, o in enumerate(op.outputs):
+        results.append(values[o].shape if o >= 0 else tuple(op.eqn.outvars[k].aval.shape))
     shapes = [*(o.shape for o in operands), *results]
     if not any(shape[:1] == (rows,) for shape in shapes):
         return None

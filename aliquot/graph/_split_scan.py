@@ -55,9 +55,10 @@ class SplitGraph:
         parts_of_outputs = []
         for pieces in self.split.outputs:
             parts_of_outputs.append([arrays[piece.position] for piece in pieces])
-        return [
-            parts[0] if len(parts) == 1 else jnp.concatenate(parts) for parts in parts_of_outputs
-        ]
+        found = []
+        for parts in parts_of_outputs:
+            found.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
+        return found
 
 
 def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
@@ -110,8 +111,8 @@ def _split(graph: Graph, edges: tuple[int, ...], stacked: frozenset[ValueId]) ->
     )
     emission = Emission(arrays=arrays)
     body = write_step(emission)
-    inputs = _pieces(arrays, [item.value for item in graph.inputs])
-    outputs = _pieces(arrays, [output.value for output in graph.outputs])
+    inputs = _pieces(arrays, graph.input_values)
+    outputs = _pieces(arrays, graph.output_values)
     split = Split(original=graph, bounds=edges, inputs=inputs, outputs=outputs)
     new_inputs: list[Input] = []
     for item, pieces in zip(graph.inputs, inputs, strict=True):
@@ -146,7 +147,7 @@ def _split(graph: Graph, edges: tuple[int, ...], stacked: frozenset[ValueId]) ->
 
 def _edges(graph: Graph, bounds: Sequence[int]) -> tuple[int, ...]:
     try:
-        edges = tuple([operator.index(bound) for bound in bounds])
+        edges = tuple(map(operator.index, bounds))
     except TypeError:
         edges = ()
     if (

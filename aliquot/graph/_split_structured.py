@@ -14,16 +14,16 @@ from ._split_emission import Emission, Place, define, define_all, parts_at, read
 from ._split_operators import write_operator
 from ._split_reach import is_split, opens
 from ._split_values import index_of
-from ._types import NO_VALUE, Block, Call, Op, Operand, ValueId
+from ._types import NO_VALUE, Block, Call, Op, Operand, ValueId, value_ids
 
 
 def write_step(emission: Emission) -> Block:
     """Write the whole step; returns its nested view."""
     arrays, graph = emission.arrays, emission.graph
-    inputs = itertools.chain(*[arrays.declare(item.value) for item in graph.inputs])
+    inputs = itertools.chain(*map(arrays.declare, graph.input_values))
     place = Place(items=[])
     _write_items(emission, graph.body, place)
-    outputs = itertools.chain(*[arrays.parts(output.value) for output in graph.outputs])
+    outputs = itertools.chain(*map(arrays.parts, graph.output_values))
     return Block(inputs=tuple(inputs), items=tuple(place.items), outputs=tuple(outputs))
 
 
@@ -44,7 +44,7 @@ def _write_items(emission: Emission, block: Block, place: Place) -> None:
 def _like(emission: Emission, call: Call) -> Op:
     """A link of a loop, which stands for the loop where an operator is needed."""
     links = emission.graph.links
-    ends = (v for v in (*call.outputs, *call.blocks[-1].inputs) if isinstance(v, int))
+    ends = value_ids((*call.outputs, *call.blocks[-1].inputs))
     return links[next(v for v in ends if v in links)]
 
 
@@ -54,9 +54,10 @@ def _read_all(
     """Operands of a loop as wholes; `operands` begin at its operand number `first`."""
     avals = [v.aval for v in call.eqn.invars[first : first + len(operands)]]
     like = _like(emission, call)
-    return [
-        read(emission, i, place, like, call.eqn, a) for i, a in zip(operands, avals, strict=True)
-    ]
+    found = []
+    for i, a in zip(operands, avals, strict=True):
+        found.append(read(emission, i, place, like, call.eqn, a))
+    return found
 
 
 def _write_whole(
@@ -125,7 +126,7 @@ def _write_one_scan(
         old = index_of(block.inputs[num_consts + k])
         write_link(emission, old, where, (operands[num_consts + k],), new)
     _write_items(emission, block, body)
-    ends = [arrays.known(v) for v in block.outputs]
+    ends = list(map(arrays.known, block.outputs))
     results: list[ValueId] = []
     for k, old in enumerate(call.outputs):
         stacks = k >= num_carry
@@ -156,7 +157,7 @@ def _write_while(emission: Emission, call: Call, place: Place) -> None:
         _loop_body(emission, condition, (*operands[:num_cond], *carried), place),
         _loop_body(emission, block, (*operands[num_cond:first], *carried), place),
     ]
-    results = [arrays.new(old) for old in call.outputs]
+    results = list(map(arrays.new, call.outputs))
     ends = zip(call.outputs, blocks[1].outputs, carried, results, strict=True)
     for result, last, inner, new in ends:
         write_link(emission, result, place, (last, inner), new)
@@ -167,7 +168,7 @@ def _loop_body(emission: Emission, block: Block, inputs: Sequence[Operand], plac
     """Write a body that sees every array as a whole."""
     body = place.loop(1, 1)
     _write_items(emission, block, body)
-    outputs = tuple([emission.arrays.known(v) for v in block.outputs])
+    outputs = tuple(map(emission.arrays.known, block.outputs))
     return Block(inputs=tuple(inputs), items=tuple(body.items), outputs=outputs)
 
 
@@ -197,7 +198,7 @@ def _write_remat(emission: Emission, call: Call, place: Place) -> None:
         if old < 0:
             results += [NO_VALUE] * len(parts)
         elif old == inner:
-            results += [index_of(part) for part in parts]
+            results += map(index_of, parts)
         else:
             fresh = emission.arrays.declare(old)
             for part, new in zip(parts, fresh, strict=True):
@@ -208,7 +209,12 @@ def _write_remat(emission: Emission, call: Call, place: Place) -> None:
 
 def _write_cond(emission: Emission, call: Call, place: Place) -> None:
     if not opens(call):
-        _write_platform_branches(emission, call, place)
+        operands = _read_all(emission, call, call.inputs, 0, place)
+        whole = [_loop_body(emission, block, operands[1:], place) for block in call.blocks]
+        made = list(map(emission.arrays.new, call.outputs))
+        for k, (old, new) in enumerate(zip(call.outputs, made, strict=True)):
+            write_link(emission, old, place, [block.outputs[k] for block in whole], new)
+        _write_whole(emission, call, whole, operands, made, place)
         return
     (which,) = _read_all(emission, call, call.inputs[:1], 0, place)
     blocks = [_body(emission, block, place.body(place.region)) for block in call.blocks]
@@ -220,12 +226,3 @@ def _write_cond(emission: Emission, call: Call, place: Place) -> None:
             results.append(new)
     inputs = (which, *blocks[0].inputs)
     place.items.append(replace(call, blocks=tuple(blocks), inputs=inputs, outputs=tuple(results)))
-
-
-def _write_platform_branches(emission: Emission, call: Call, place: Place) -> None:
-    operands = _read_all(emission, call, call.inputs, 0, place)
-    blocks = [_loop_body(emission, block, operands[1:], place) for block in call.blocks]
-    results = [emission.arrays.new(old) for old in call.outputs]
-    for k, (old, new) in enumerate(zip(call.outputs, results, strict=True)):
-        write_link(emission, old, place, [block.outputs[k] for block in blocks], new)
-    _write_whole(emission, call, blocks, operands, results, place)

@@ -47,9 +47,9 @@ def stage_layers(graph: Graph, layers: Layers, first_layers: Sequence[int]) -> S
     layer 0.
     """
     bounds = [layers.starts[k] for k in first_layers]
-    stage_of = {
-        k: StageId(bisect.bisect_right(bounds, place) - 1) for place, k in enumerate(layers.forward)
-    }
+    stage_of = {}
+    for place, k in enumerate(layers.forward):
+        stage_of[k] = StageId(bisect.bisect_right(bounds, place) - 1)
     return assign_stages(graph, layers.items, stage_of, len(first_layers))
 
 
@@ -69,7 +69,7 @@ def assign_stages(
     origins = _origins(graph, items)
     latest: dict[ValueId, StageId] = {}  # the last stage whose forward pass makes or reads a value
     made_by: dict[ValueId, StageId] = {}  # the stage of the backward item that makes a value
-    parameters = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
+    parameters = graph.inputs_of(Role.PARAMETER)
     for k, item in enumerate(items):
         if item.phase is Phase.UPDATE or item.shared:
             continue
@@ -147,9 +147,10 @@ def place_update(
         arrays[k] = [v for v in (*item.inputs, *item.outputs) if not shared[v]]
         for v in arrays[k][1:]:
             groups.join(arrays[k][0], v)
-    kept = {
-        i.value: i.role for i in graph.inputs if i.role is not Role.BATCH and not shared[i.value]
-    }
+    kept = {}
+    for i in graph.inputs:
+        if i.role is not Role.BATCH and not shared[i.value]:
+            kept[i.value] = i.role
     votes: dict[int, tuple[int, StageId]] = {}
     # Any vote wins over this default, and without votes all stages serve equally well.
     nobody = 9, StageId(0)

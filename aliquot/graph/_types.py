@@ -11,7 +11,7 @@ import enum
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NewType, TypeAlias, final
 
@@ -96,6 +96,11 @@ class Literal(msgspec.Struct, frozen=True, kw_only=True):
 
 Operand: TypeAlias = ValueId | Literal
 """The index of a value, or a literal."""
+
+
+def value_ids(operands: Iterable[Operand]) -> list[ValueId]:
+    """The values among operands or results: neither literals nor `NO_VALUE`."""
+    return [i for i in operands if type(i) is not Literal and i >= 0]
 
 
 class Op(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -273,6 +278,25 @@ class Graph:
         """The size of the first dim of each array of the batch; scalars have none."""
         shapes = [self.values[i.value].shape for i in self.inputs if i.role is Role.BATCH]
         return tuple([shape[0] for shape in shapes if shape])
+
+    @property
+    def input_values(self) -> tuple[ValueId, ...]:
+        """The value of each input, in order."""
+        return tuple([item.value for item in self.inputs])
+
+    @property
+    def output_values(self) -> tuple[Operand, ...]:
+        """The value, or the literal, of each output, in order."""
+        return tuple([output.value for output in self.outputs])
+
+    def inputs_of(self, *roles: Role) -> set[ValueId]:
+        """The values of the inputs of some roles."""
+        return {item.value for item in self.inputs if item.role in roles}
+
+    @property
+    def returned(self) -> set[ValueId]:
+        """The values that the step returns."""
+        return set(value_ids(self.output_values))
 
     @functools.cached_property
     def makers(self) -> Mapping[ValueId, Op]:

@@ -49,10 +49,27 @@ def spoken(plan: Plan) -> tuple[str, str, str]:
     parts = f"{count} micro-batches" if count != 1 else "the whole batch at once"
     again = "no recomputation" if how in ("", "none") else f"recompute {how}"
     done = ", ".join([_split(plan), parts, again])
+    p = plan.prediction
+    used, limit = format_bytes(p.peak_memory_bytes), format_bytes(p.memory_limit_bytes)
+    if p.memory_limit_bytes:
+        sizes = [_SIZE.match(used), _SIZE.match(limit)]
+        if sizes[0] and sizes[1] and sizes[0]["unit"] == sizes[1]["unit"]:
+            used = sizes[0]["figure"]
+        used = f"{used} of {limit}"
+    figures = [f"{said_of_step_time(plan)} a step", f"{used} on each {device_noun(plan)}"]
+    share, ends = mfu(plan), step_time_range_s(plan)
+    if share is not None:
+        shares = [share * p.step_time_s / each for each in reversed(ends or (p.step_time_s,))]
+        form = "{:.0%}" if share >= 0.1 else "{:.1%}"
+        figures.append(f"MFU {' to '.join(map(form.format, shares))}")
+    if plan.provenance.profiles:
+        figures.append(f"mean error of the measurements {p.measured_error:.0%}")
+    else:
+        figures.append(said_error(plan))
     return (
         f"{model} on {cluster}, by method {plan.method}",
         f"{done[:1].upper()}{done[1:]}:",
-        f"{', '.join(_figures(plan))}.",
+        f"{', '.join(figures)}.",
     )
 
 
@@ -90,17 +107,14 @@ def _split(plan: Plan) -> str:
     each = counted(sizes[0], noun)
     if len(sizes) > 1:
         each = f"{sizes[0]} to {counted(sizes[-1], noun)}"
-    kinds = {
-        (stage.mesh_shape, stage.axis_names): [
-            other
-            for other in plan.stages
-            if (other.mesh_shape, other.axis_names) == (stage.mesh_shape, stage.axis_names)
-        ]
-        for stage in plan.stages
-    }
+    kinds: dict[object, list[StagePlan]] = {}
+    for stage in plan.stages:
+        kinds.setdefault((stage.mesh_shape, stage.axis_names), []).append(stage)
     # The kind of stage that most stages are of stands for all.
     most = max(kinds.values(), key=len)
-    held = {path: dims for stage in most for path, dims in stage.shardings.items()}
+    held = {}
+    for stage in most:
+        held.update(stage.shardings)
     together = msgspec.structs.replace(most[0], shardings=held, parallelism=uses_together(most))
     run = f"run {counted(len(plan.stages), 'stage')} of {each} each ({plan.schedule})"
     if plan.num_submeshes != len(plan.stages):
@@ -121,7 +135,7 @@ def _ways(plan: Plan, stage: StagePlan) -> Iterator[str]:
         by_kind.setdefault(role.kind, []).append(role)
     for kind, roles in by_kind.items():
         degree = f"{math.prod(role.size for role in roles)}-way"
-        words = next((words for words in _INSTRUCTIONS if kind.startswith(words)), "")
+        words = next(filter(kind.startswith, _INSTRUCTIONS), "")
         named = words.replace("parallel", "parallelism") or "sharding of arrays"
         zero = _ZERO.search(kind)
         if "FSDP" in kind:
@@ -140,23 +154,3 @@ def _shares(roles: Sequence[AxisRole]) -> str:
     if share <= _NOTHING:
         return ""
     return ", parameters sharded" if share > _ALL else f", {share:.0%} of the parameters sharded"
-
-
-def _figures(plan: Plan) -> Iterator[str]:
-    p = plan.prediction
-    yield f"{said_of_step_time(plan)} a step"
-    used, limit = format_bytes(p.peak_memory_bytes), format_bytes(p.memory_limit_bytes)
-    if p.memory_limit_bytes:
-        parts = [_SIZE.match(text) for text in (used, limit)]
-        if parts[0] and parts[1] and parts[0]["unit"] == parts[1]["unit"]:
-            used = parts[0]["figure"]
-        used = f"{used} of {limit}"
-    yield f"{used} on each {device_noun(plan)}"
-    share, ends = mfu(plan), step_time_range_s(plan)
-    if share is not None:
-        shares = [share * p.step_time_s / each for each in reversed(ends or (p.step_time_s,))]
-        yield f"MFU {' to '.join(f'{s:.0%}' if share >= 0.1 else f'{s:.1%}' for s in shares)}"
-    if plan.provenance.profiles:
-        yield f"mean error of the measurements {p.measured_error:.0%}"
-    else:
-        yield said_error(plan)

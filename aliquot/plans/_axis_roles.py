@@ -7,6 +7,7 @@ parameters.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def roles_of_axes(plan: Plan, stage: StagePlan) -> Iterator[AxisRole]:
             yield AxisRole(
                 name=name,
                 size=size,
-                where=_where(plan, stage, name),
+                where=axis.where,
                 text=_role_of(axis),
                 parameters=axis.share("parameter"),
             )
@@ -96,18 +97,6 @@ def _added(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
     return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in sorted({*a, *b})}
 
 
-def _where(plan: Plan, stage: StagePlan, axis: str) -> str:
-    """Whether an axis stays within hosts, in clusters of several."""
-    cluster = plan.cluster
-    hosts, each = cluster.get("num_hosts"), cluster.get("devices_per_host")
-    if not isinstance(hosts, int) or not isinstance(each, int) or hosts < 2 or each < 2:
-        return ""
-    # Devices are numbered host by host, and the last axis of a mesh counts fastest.
-    inner = math.prod(stage.mesh_shape[stage.axis_names.index(axis) :])
-    aligned = each % inner == 0 and stage.first_device % inner == 0
-    return ", within a host" if aligned else ", across hosts"
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Axis:
     """An axis of a stage's mesh."""
@@ -121,6 +110,18 @@ class _Axis:
         """What the axis splits of the work; None in files that do not tell."""
         known = self.stage.parallelism
         return None if known is msgspec.UNSET else known.get(self.name, AxisUse())
+
+    @property
+    def where(self) -> str:
+        """Whether it stays within hosts, in clusters of several."""
+        cluster, stage = self.plan.cluster, self.stage
+        hosts, each = cluster.get("num_hosts"), cluster.get("devices_per_host")
+        if not isinstance(hosts, int) or not isinstance(each, int) or hosts < 2 or each < 2:
+            return ""
+        # Devices are numbered host by host, and the last axis of a mesh counts fastest.
+        inner = math.prod(stage.mesh_shape[stage.axis_names.index(self.name) :])
+        aligned = each % inner == 0 and stage.first_device % inner == 0
+        return ", within a host" if aligned else ", across hosts"
 
     @cached_property
     def state(self) -> list[tuple[ArrayGroup, bool]]:
@@ -152,15 +153,14 @@ class _Axis:
             if (self.share(role) or 0.0) < _NOTHING:
                 told.append(role)
         least = _NAMED * sum(group.total_bytes for group, _ in self.state)
-        large = [
-            group
-            for group, is_split in self.state
-            if not is_split and group.role not in told and group.total_bytes > least
-        ]
+        large = []
+        for group, is_split in self.state:
+            if not is_split and group.role not in told and group.total_bytes > least:
+                large.append(group)
         large.sort(key=lambda group: -group.total_bytes)
-        texts = [
-            f"{group.pattern} ({format_bytes(group.total_bytes)})" for group in large[:_MOST_NAMED]
-        ]
+        texts = []
+        for group in large[:_MOST_NAMED]:
+            texts.append(f"{group.pattern} ({format_bytes(group.total_bytes)})")
         if len(large) > _MOST_NAMED:
             rest = sum(group.total_bytes for group in large[_MOST_NAMED:])
             texts.append(f"{len(large) - _MOST_NAMED} more ({format_bytes(rest)})")
@@ -173,9 +173,11 @@ class _Axis:
         """
         if self.use is not None:
             return self.use.batch
-        batch = [array.path for array in self.plan.inputs if array.role == "batch"]
-        dims = (self.stage.shardings.get(path, ()) for path in batch)
-        return ("dims",) if any(self.name in axes for split in dims for axes in split) else ()
+        for array in self.plan.inputs:
+            dims = self.stage.shardings.get(array.path, ()) if array.role == "batch" else ()
+            if self.name in itertools.chain(*dims):
+                return ("dims",)
+        return ()
 
 
 def _role_of(axis: _Axis) -> str:
@@ -239,7 +241,7 @@ def _role_of_data(axis: _Axis, words: str, gradients: Mapping[str, float], *, ex
         gradients: see `AxisUse`.
         expert: whether it splits mainly experts' parameters in the products that read them.
     """
-    among = _is_dense if expert else lambda path: True
+    among = (lambda path: not names_experts(path)) if expert else (lambda path: True)
     stored, state = axis.share("parameter", among) or 0.0, axis.share("optimizer_state", among)
     named, plain = f"{words}, ", f"{words}: "
     if expert:
@@ -305,7 +307,3 @@ def _sharded(share: float) -> str:
 def names_experts(path: str) -> bool:
     """Whether a path is that of experts."""
     return "expert" in path or "moe" in path
-
-
-def _is_dense(path: str) -> bool:
-    return not names_experts(path)

@@ -26,7 +26,7 @@ def collective_table(plan: Plan) -> Section:
             else "No communication is predicted."
         ),
         header=_HEADER,
-        rows=tuple(_cells(use) for use in uses),
+        rows=tuple(map(_cells, uses)),
         right=_RIGHT,
         amounts=tuple(use.seconds for use in uses),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ..core import broken, fitting_widths, wrapped
@@ -42,24 +42,21 @@ def describe(plan: Plan, width: int | None = None, *, every: bool = False) -> st
             pipe, tables are as wide as their contents.
         every: also the largest arrays and the most expensive collectives.
     """
-    known = width or shutil.get_terminal_size((0, 0)).columns
-    fits = max(known, _LEAST_WIDTH) if known else None
-    prose = min(fits or _WIDTH, _WIDTH)
-    what, *rest = spoken(plan)
-    lines = broken(what, fits or _WIDTH)
-    for text in rest:
-        for line in wrapped(text, prose - 2):
-            lines.append(f"  {line}")
-    rows = _grouped(fact_rows(plan))
+    lines, fits, prose = _head(plan, width)
+    rows: dict[str, list[tuple[str, str]]] = {}
+    last = ""
+    for name, text in fact_rows(plan):
+        # Rows without a name continue the one before.
+        last = name or last
+        rows.setdefault(last, []).append((name, text))
     shown = [each for each in sections(plan, PRINTED) if each.kind not in _LEFT_TO_EXPLAIN]
     tried = [each for each in shown if each.kind == SectionKind.TRIED]
-    lines += ["", *_facts([row for name in _WHY for row in rows.pop(name, [])], prose)]
+    reasons = itertools.chain(*(rows.pop(name, []) for name in _WHY))
+    lines += ["", *_facts(reasons, prose)]
     for section in tried:
         lines += ["", *_laid_out(section, fits)]
-    costs = []
-    for name in _COSTS:
-        costs.extend(rows.pop(name, []))
-    lines += ["", *_facts([*costs, *(row for each in rows.values() for row in each)], prose)]
+    costs = itertools.chain(*(rows.pop(name, []) for name in _COSTS))
+    lines += ["", *_facts([*costs, *itertools.chain(*rows.values())], prose)]
     for section in shown:
         if section not in tried and (every or section.kind not in _DETAILS):
             lines += ["", *_laid_out(section, fits)]
@@ -70,6 +67,16 @@ def brief(plan: Plan, width: int | None = None) -> str:
     """A plan in about fifteen lines: what to do in three, its bound, and the fastest of what else
     was tried; arguments as for `describe`.
     """
+    lines, fits, prose = _head(plan, width)
+    lines += ["", *_facts([("bound", bound(plan))], prose)]
+    for section in sections(plan, BRIEF):
+        if section.kind == SectionKind.TRIED:
+            lines += ["", *_laid_out(replace(section, remarks=()), fits)]
+    return "\n".join(lines)
+
+
+def _head(plan: Plan, width: int | None) -> tuple[list[str], int | None, int]:
+    """The first lines, the width of tables, None for that of their contents, and that of texts."""
     known = width or shutil.get_terminal_size((0, 0)).columns
     fits = max(known, _LEAST_WIDTH) if known else None
     prose = min(fits or _WIDTH, _WIDTH)
@@ -78,24 +85,10 @@ def brief(plan: Plan, width: int | None = None) -> str:
     for text in rest:
         for line in wrapped(text, prose - 2):
             lines.append(f"  {line}")
-    lines += ["", *_facts([("bound", bound(plan))], prose)]
-    for section in sections(plan, BRIEF):
-        if section.kind == SectionKind.TRIED:
-            lines += ["", *_laid_out(replace(section, remarks=()), fits)]
-    return "\n".join(lines)
+    return lines, fits, prose
 
 
-def _grouped(rows: Sequence[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
-    """Facts by name, each with the rows that continue it."""
-    groups: dict[str, list[tuple[str, str]]] = {}
-    last = ""
-    for name, text in rows:
-        last = name or last
-        groups.setdefault(last, []).append((name, text))
-    return groups
-
-
-def _facts(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
+def _facts(rows: Iterable[tuple[str, str]], width: int) -> Iterator[str]:
     for name, text in rows:
         first, *rest = wrapped(text, width - _MARGIN)
         yield f"  {name}".ljust(_MARGIN) + first

@@ -74,7 +74,7 @@ class PlanDiff:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return {"identical": self.identical, "changes": [asdict(change) for change in self.changes]}
+        return {"identical": self.identical, "changes": list(map(asdict, self.changes))}
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:

@@ -178,28 +178,24 @@ def time_parts(plan: Plan) -> str:
         copied = f" + {format_seconds(exposed_s)} copies to and from host memory"
         if p.host_hidden_s:
             copied += f" ({format_seconds(p.host_hidden_s)} more overlap with compute)"
-    transfers_s = idle_parts(plan)[0]
-    sent = f" + {format_seconds(transfers_s)} transfers" if transfers_s else ""
-    bubble = (
-        f"{sent} + {format_seconds(idle_parts(plan)[1])} bubble"
-        if is_pipeline(plan) or p.bubble_s
-        else ""
-    )
+    transfers_s, waits_s = idle_parts(plan)
+    bubble = f" + {format_seconds(transfers_s)} transfers" if transfers_s else ""
+    bubble += f" + {format_seconds(waits_s)} bubble"
+    if is_pipeline(plan):
+        # Whose parts add up to the step time, and how long the others wait.
+        whose = "stage" if plan.num_submeshes == len(plan.stages) else "submesh"
+        shares = [stage.prediction.bubble for stage in plan.stages if stage.prediction]
+        if not shares or max(shares) - min(shares) < _ALIKE:
+            bubble += f" (of the busiest {whose})"
+        else:
+            number = shares.index(min(shares)) % plan.num_submeshes
+            others = f"others wait for up to {max(shares):.0%} of the step"
+            bubble += f" (of {whose} {number}, the busiest; {others})"
+    elif not p.bubble_s:
+        bubble = ""
     return (
         f"{format_seconds(p.step_time_s)} = {format_seconds(p.compute_s)} compute"
-        f"{communicated}{copied}{bubble}{_busiest(plan) if is_pipeline(plan) else ''}{behind}"
-    )
-
-
-def _busiest(plan: Plan) -> str:
-    """Whose parts add up to the step time of a pipeline, and how long the others wait."""
-    whose = "stage" if plan.num_submeshes == len(plan.stages) else "submesh"
-    shares = [stage.prediction.bubble for stage in plan.stages if stage.prediction]
-    if not shares or max(shares) - min(shares) < _ALIKE:
-        return f" (of the busiest {whose})"
-    number = shares.index(min(shares)) % plan.num_submeshes
-    return (
-        f" (of {whose} {number}, the busiest; others wait for up to {max(shares):.0%} of the step)"
+        f"{communicated}{copied}{bubble}{behind}"
     )
 
 
@@ -214,7 +210,14 @@ def bound(plan: Plan) -> str:
             "" if plan.method == "auto" else f"; --method auto compares {plan.method} with others"
         )
         given = "layout given by the method; " if p.status == GIVEN_LAYOUT else ""
-        return f"{given}{_bound_of_chosen(plan)}{others}"
+        # The bound among plans of the candidate that was chosen may be all that is known.
+        chosen = chosen_candidate(plan)
+        known = {} if chosen is None else p.candidates[chosen]
+        least_s, text = known.get("lower_bound_s"), "no lower bound"
+        if isinstance(least_s, int | float) and least_s:
+            share = max(plan.prediction.step_time_s / least_s - 1, 0.0)
+            text = f"{_at_most(share)} above the fastest of plans of {name_on_mesh(known)}"
+        return f"{given}{text}{others}"
     if p.bound_holds_for.startswith(_CLOSED_FORM):
         return _bound_of_closed_forms(plan, p.lower_bound_s)
     if plan.provenance.status == "optimal" and (plan.provenance.gap or 0.0) <= _ROUNDING:
@@ -234,17 +237,6 @@ def _space(plan: Plan) -> str:
     for written, said in _SAID_OF_SPACES.items():
         scope = scope.replace(written, said)
     return scope
-
-
-def _bound_of_chosen(plan: Plan) -> str:
-    """The bound among plans of the candidate that was chosen, if that is all that is known."""
-    chosen = chosen_candidate(plan)
-    known = {} if chosen is None else plan.provenance.candidates[chosen]
-    least_s = known.get("lower_bound_s")
-    if not isinstance(least_s, int | float) or not least_s:
-        return "no lower bound"
-    above = max(plan.prediction.step_time_s / least_s - 1, 0.0)
-    return f"{_at_most(above)} above the fastest of plans of {name_on_mesh(known)}"
 
 
 def _at_most(share: float) -> str:
@@ -281,10 +273,11 @@ def micro_batches(plan: Plan) -> str:
     told = []
     for paths in by_rule.values():
         told.append(f"output {paths[0]} is" if len(paths) == 1 else f"{len(paths)} outputs are")
-    rules = [
-        " ".join([who, *(_COMBINED.get(word, word) for word in rule.split()), "over them"])
-        for who, rule in zip(told, by_rule, strict=True)
-    ]
+    rules = []
+    for who, rule in zip(told, by_rule, strict=True):
+        rules.append(
+            " ".join([who, *(_COMBINED.get(word, word) for word in rule.split()), "over them"])
+        )
     semantics = _SEMANTICS.get(plan.micro_batch_semantics, plan.micro_batch_semantics)
     return "; ".join([f"{plan.num_micro_batches}, {semantics}", *rules])
 

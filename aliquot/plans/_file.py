@@ -47,7 +47,7 @@ def _say_what_is_recomputed(data: dict[str, Any]) -> dict[str, Any]:
             return stage
         return {**stage, "recompute": words[stage["recompute"]]}
 
-    return {**data, "stages": [said(stage) for stage in stages]}
+    return {**data, "stages": list(map(said, stages))}
 
 
 _MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -149,14 +149,11 @@ def from_json(text: str, *, source: str = "the plan") -> Plan:
     # msgspec silently takes the last of equal names. Numbers stay text, because only names are
     # checked.
     json.loads(text, object_pairs_hook=look, parse_int=str, parse_float=str)
-    if repeated := list(counts.items()):
-        raise _invalid(
-            source,
-            [
-                f"`{printable(name, keep='')}` stands {count} times in one object"
-                for name, count in repeated
-            ],
-        )
+    repeated = []
+    for name, count in counts.items():
+        repeated.append(f"`{printable(name, keep='')}` stands {count} times in one object")
+    if repeated:
+        raise _invalid(source, repeated)
     data = _current(data, source)
     try:
         plan: Plan = msgspec.convert(data, Plan)
@@ -208,12 +205,11 @@ def _is_deeper(data: Any, most: int) -> bool:
     level = [data]
     # Level by level, not by recursion, which deep data would exhaust.
     for _ in range(most):
-        level = [
-            item
-            for value in level
-            if isinstance(value, dict | list)
-            for item in (value.values() if isinstance(value, dict) else value)
-        ]
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict | list):
+                below += value.values() if isinstance(value, dict) else value
+        level = below
         if not level:
             return False
     return True
@@ -293,9 +289,14 @@ def _laid_out(value: Any, margin: str) -> str:
         return line
     inner = margin + "  "
     if is_list:
-        names = [_neighbours(item) for item in value]
-        items = []
+        names, items = [], []
         for item in value:
+            # Arrays of a layer share a line, and neighbouring operators that are not split.
+            name = ""
+            if isinstance(item, dict):
+                name = "" if item.get("splits", True) else "not split"
+                name = _layer(str(item["path"])) if "path" in item else name
+            names.append(name)
             items.append(
                 json.dumps(item, ensure_ascii=False)
                 if _depth(item) <= 2
@@ -303,16 +304,16 @@ def _laid_out(value: Any, margin: str) -> str:
             )
     else:
         # Of a table of splits, or of rules for outputs, the names are paths of arrays.
-        is_table = len({type(item) for item in inside}) == 1 and _depth(value) <= 3
+        is_table = len(set(map(type, inside))) == 1 and _depth(value) <= 3
         names = [_layer(key) if is_table else "" for key in value]
         items = []
         for key, v in value.items():
             items.append(f"{json.dumps(key, ensure_ascii=False)}: {_laid_out(v, inner)}")
     layers = [name or str(k) for k, name in enumerate(names)]
-    lines = [
-        inner + ", ".join(item for _, item in group)
-        for _, group in itertools.groupby(zip(layers, items, strict=True), key=lambda pair: pair[0])
-    ]
+    lines = []
+    pairs = zip(layers, items, strict=True)
+    for _, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        lines.append(inner + ", ".join(item for _, item in group))
     start, end = "[]" if is_list else "{}"
     return f"{start}\n" + ",\n".join(lines) + f"\n{margin}{end}"
 
@@ -329,17 +330,6 @@ def _is_sentence(value: Any) -> bool:
     return isinstance(value, str) and len(value) > _WORD
 
 
-def _neighbours(record: Any) -> str:
-    """What neighbours in a list have in common that share a line: the layer of an array, or that an
-    operator is not split; empty if nothing.
-    """
-    if not isinstance(record, dict):
-        return ""
-    if "path" in record:
-        return _layer(str(record["path"]))
-    return "" if record.get("splits", True) else "not split"
-
-
 def _layer(path: str) -> str:
     """The path of the layer that an array belongs to: up to its last number."""
     match = _NUMBERED.match(path)
@@ -353,7 +343,7 @@ def _without_odd_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_odd_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_odd_numbers(item) for item in value]
+        return list(map(_without_odd_numbers, value))
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -29,9 +29,13 @@ def partition_specs(plan: Plan) -> dict[str, PartitionSpec]:
     placed: dict[str, tuple[tuple[str, ...], ...]] = {}
     for stage in reversed(plan.stages):
         placed.update(stage.shardings)
-    return {
-        array.path: PartitionSpec(*map(_entry, placed.get(array.path, ()))) for array in plan.inputs
-    }
+    found = {}
+    for array in plan.inputs:
+        dims: list[str | tuple[str, ...] | None] = []
+        for axes in placed.get(array.path, ()):
+            dims.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
+        found[array.path] = PartitionSpec(*dims)
+    return found
 
 
 def spec_tree(plan: Plan, tree: Any, path: str | None = None) -> Any:
@@ -109,12 +113,6 @@ def _refuse_pipelines(plan: Plan) -> None:
         )
 
 
-def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    if len(axes) <= 1:
-        return axes[0] if axes else None
-    return tuple(axes)
-
-
 def _paths_of(plan: Plan, leaves: Sequence[tuple[Any, Any]], path: str | None) -> list[str | None]:
     """The input path of each leaf; None for leaves that are no arrays."""
     from ..graph import path_parts
@@ -125,11 +123,14 @@ def _paths_of(plan: Plan, leaves: Sequence[tuple[Any, Any]], path: str | None) -
     known = [k for k, shape in enumerate(shapes) if shape is not None]
     if not known:
         return [None] * len(leaves)
-    prefixes = _prefixes(arrays, suffixes[known[0]]) if path is None else [path]
-    faults = {
-        prefix: _faults(arrays, prefix, [(suffixes[k], shapes[k]) for k in known])
-        for prefix in prefixes
-    }
+    first = suffixes[known[0]]
+    prefixes = {p.removesuffix(first) for p in arrays if p.endswith(first)} - {""}
+    if path is not None:
+        prefixes = {path}
+    wanted = [(suffixes[k], shapes[k]) for k in known]
+    faults = {}
+    for prefix in sorted(prefixes, key=lambda p: (len(p), p)):
+        faults[prefix] = list(_faults(arrays, prefix, wanted))
     good = [prefix for prefix, reasons in faults.items() if not reasons]
     if len(good) > 1:
         # Prefer a whole argument to a part of one, such as the moments of an optimizer.
@@ -162,24 +163,14 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
     return tuple(shape) if shape is not None and hasattr(leaf, "dtype") else None
 
 
-def _prefixes(paths: dict[str, ArrayInterface], suffix: str) -> list[str]:
-    return sorted(
-        {p[: len(p) - len(suffix)] for p in paths if p.endswith(suffix)} - {""},
-        key=lambda p: (len(p), p),
-    )
-
-
 def _faults(
     arrays: dict[str, ArrayInterface],
     prefix: str,
     wanted: Sequence[tuple[str, tuple[int, ...] | None]],
-) -> list[str]:
-    def found() -> Iterator[str]:
-        for suffix, shape in wanted:
-            array = arrays.get(prefix + suffix)
-            if array is None:
-                yield f"the plan has no {prefix + suffix}"
-            elif array.shape != shape:
-                yield f"{prefix + suffix} has shape {shape}, and {array.shape} in the plan"
-
-    return list(found())
+) -> Iterator[str]:
+    for suffix, shape in wanted:
+        array = arrays.get(prefix + suffix)
+        if array is None:
+            yield f"the plan has no {prefix + suffix}"
+        elif array.shape != shape:
+            yield f"{prefix + suffix} has shape {shape}, and {array.shape} in the plan"

@@ -445,9 +445,11 @@ class Plan(
         return tuple(_as_lines(data, ""))
 
     def _decisions(self) -> tuple[Any, ...]:
-        return tuple(
-            getattr(self, name) for name in self.__struct_fields__ if name not in _HOW_FOUND
-        )
+        found = []
+        for name in self.__struct_fields__:
+            if name not in _HOW_FOUND:
+                found.append(getattr(self, name))
+        return tuple(found)
 
     def __repr__(self) -> str:
         from ._facts import headline

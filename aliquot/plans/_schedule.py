@@ -171,7 +171,7 @@ class Schedule:
     @functools.cached_property
     def numbers(self) -> tuple[tuple[int, ...], ...]:
         """The numbers of the tasks of each submesh, in order."""
-        return tuple(tuple([self.number(task) for task in tasks]) for tasks in self.lists)
+        return tuple(tuple(map(self.number, tasks)) for tasks in self.lists)
 
     def submesh_of(self, stage: int) -> int:
         """The submesh that a stage runs on."""
@@ -215,11 +215,10 @@ class Schedule:
         if stuck:
             heads = "; ".join(f"submesh {submesh} at the {task}" for submesh, task in stuck)
             raise InputError(f"tasks of schedule {self.name!r} wait for one another: {heads}")
-        timed = [
-            (starts[self.number(t)], submesh, t)
-            for submesh, tasks in enumerate(self.lists)
-            for t in tasks
-        ]
+        timed = []
+        for submesh, tasks in enumerate(self.lists):
+            for t in tasks:
+                timed.append((starts[self.number(t)], submesh, t))
         return tuple(task for _, _, task in sorted(timed, key=itemgetter(0, 1)))
 
     def _earliest_starts(self) -> tuple[list[int], list[int]]:

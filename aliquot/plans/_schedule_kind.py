@@ -176,4 +176,4 @@ def _counted(
         lists=kind.tasks(num_stages, num_micro_batches, num_submeshes),
         placement=kind.placement(num_stages, num_submeshes),
     )
-    return tuple(schedule.in_flight(stage) for stage in range(num_stages))
+    return tuple(map(schedule.in_flight, range(num_stages)))

@@ -35,7 +35,7 @@ def share_submeshes(
         stage_lists: the task list of each stage.
         placement: the submesh of each stage.
     """
-    lists = tuple(tuple(tasks) for tasks in stage_lists)
+    lists = tuple(map(tuple, stage_lists))
     num_submeshes = max(placement) + 1
     # If each stage has its own submesh, nothing is shared.
     if num_submeshes == len(lists):
@@ -48,9 +48,10 @@ def share_submeshes(
         lists=lists,
     )
     order = apart.order()
-    return tuple(
-        tuple(t for t in order if placement[t.stage] == submesh) for submesh in range(num_submeshes)
-    )
+    found = []
+    for submesh in range(num_submeshes):
+        found.append(tuple(t for t in order if placement[t.stage] == submesh))
+    return tuple(found)
 
 
 def _alternate(first: list[Task], second: list[Task], ahead: int) -> list[Task]:
@@ -322,12 +323,10 @@ class Interleaved(AbstractScheduleKind):
             for group in groups:
                 for stage in stages:
                     forwards.extend(_tasks_of_kind(stage, TaskKind.FORWARD, group))
-            backwards = [
-                task
-                for group in groups
-                for stage in reversed(stages)
-                for task in _tasks_of_kind(stage, TaskKind.BACKWARD, group)
-            ]
+            backwards = []
+            for group in groups:
+                for stage in reversed(stages):
+                    backwards += _tasks_of_kind(stage, TaskKind.BACKWARD, group)
             ahead = 2 * (num_submeshes - submesh - 1) + (chunks - 1) * max(map(len, groups))
             tasks = _alternate(forwards, backwards, ahead)
             lists.append(

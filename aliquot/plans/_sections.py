@@ -87,9 +87,9 @@ def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
     parts = told_parts(plan)
     sizes = [*parts, ("total", p.peak_memory_bytes)]
     limit = p.memory_limit_bytes
-    rows = [
-        (name, format_bytes(size), f"{size / limit:.1%}" if limit else "") for name, size in sizes
-    ]
+    rows = []
+    for name, size in sizes:
+        rows.append((name, format_bytes(size), f"{size / limit:.1%}" if limit else ""))
     yield Section(
         kind=SectionKind.MEMORY,
         title=f"Memory on each device at its peak: {p.peak_moment} (predicted)",
@@ -111,9 +111,10 @@ def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
                 f"{which}: sharding of the largest of {sum(group.count for group in groups)} arrays"
             )
             yield _arrays(groups, detail.arrays_of_stage, title)
-        others = sorted(
-            number for numbers, _ in kinds[detail.kinds_of_stages :] for number in numbers
-        )
+        others: list[int] = []
+        for numbers, _ in kinds[detail.kinds_of_stages :]:
+            others += numbers
+        others.sort()
         if others:
             who = (
                 f"Stage {others[0]} holds"

@@ -219,37 +219,30 @@ def equal_stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], list[ArrayGroup]
     for index, stage in enumerate(plan.stages):
         groups = grouped_arrays(plan.inputs, stage, stage.shardings)
         arrays[index] = groups
-        signature = (
-            stage.mesh_shape,
-            stage.axis_names,
-            tuple(
-                sorted(
-                    (_DIGITS.sub("*", g.pattern), g.count, g.shape, g.dtype, g.dims) for g in groups
-                )
-            ),
-        )
+        forms = []
+        for g in groups:
+            forms.append((_DIGITS.sub("*", g.pattern), g.count, g.shape, g.dtype, g.dims))
+        signature = (stage.mesh_shape, stage.axis_names, tuple(sorted(forms)))
         alike.setdefault(signature, []).append(index)
     for numbers in alike.values():
-        first, *others = (sorted(arrays[number], key=_sorted_as) for number in numbers)
-        shown = [
-            replace(g, pattern=_common([g.pattern, *(o.pattern for o in same)]))
-            for g, *same in zip(first, *others)
-        ]
-        yield (
-            tuple(numbers),
-            sorted(shown, key=lambda g: (-g.local_bytes, -g.total_bytes, g.pattern)),
+        # Groups of equal patterns but for numbers stand in the same place.
+        first, *others = (
+            sorted(arrays[number], key=lambda g: (_DIGITS.sub("*", g.pattern), g.pattern))
+            for number in numbers
         )
-
-
-def _sorted_as(group: ArrayGroup) -> tuple[str, str]:
-    return _DIGITS.sub("*", group.pattern), group.pattern
+        shown = []
+        for group, *same in zip(first, *others):
+            patterns = [group.pattern, *(other.pattern for other in same)]
+            shown.append(replace(group, pattern=_common(patterns)))
+        shown.sort(key=lambda g: (-g.local_bytes, -g.total_bytes, g.pattern))
+        yield tuple(numbers), shown
 
 
 def _common(patterns: Sequence[str]) -> str:
     """One pattern for several that differ only in numbers, with `*` for the numbers that differ;
     the first pattern if they differ otherwise.
     """
-    numbers = zip(*(_DIGITS.findall(pattern) for pattern in patterns))
+    numbers = zip(*map(_DIGITS.findall, patterns))
     shown = iter(["*" if len(set(each)) > 1 else each[0] for each in numbers])
     alike = len({_DIGITS.sub("*", pattern) for pattern in patterns}) == 1
     return _DIGITS.sub(lambda _: next(shown), patterns[0]) if alike else patterns[0]

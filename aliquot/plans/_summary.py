@@ -103,9 +103,9 @@ def parallelism(plan: Plan) -> Iterator[tuple[str, str]]:
     for number, stage in enumerate(plan.stages if len(plan.stages) > 1 else ()):
         kinds.setdefault((stage.mesh_shape, stage.axis_names), []).append(number)
     for numbers in list(kinds.values())[:_MOST_KINDS]:
-        held = {
-            path: dims for number in numbers for path, dims in plan.stages[number].shardings.items()
-        }
+        held = {}
+        for number in numbers:
+            held.update(plan.stages[number].shardings)
         together = msgspec.structs.replace(
             plan.stages[numbers[0]],
             shardings=held,
@@ -290,11 +290,12 @@ def runner_up(plan: Plan) -> str:
     """
     chosen_s = plan.prediction.step_time_s
     chosen = chosen_candidate(plan)
-    others = [
-        (float(seconds), name_on_mesh(candidate), str(candidate.get("outcome", "")))
-        for number, candidate in enumerate(plan.provenance.candidates)
-        if number != chosen and isinstance(seconds := candidate.get("step_time_s"), int | float)
-    ]
+    others = []
+    for number, candidate in enumerate(plan.provenance.candidates):
+        if number != chosen and isinstance(seconds := candidate.get("step_time_s"), int | float):
+            others.append(
+                (float(seconds), name_on_mesh(candidate), str(candidate.get("outcome", "")))
+            )
     others = [each for each in others if not each[2].startswith("not searched")]
     if not others or not chosen_s:
         return ""
@@ -318,12 +319,11 @@ def chosen_candidate(plan: Plan) -> int | None:
     """Position of the plan itself among the candidates of its search; None if it is not there."""
     chosen_s = plan.prediction.step_time_s
     mesh = "x".join(map(str, plan.stages[0].mesh_shape)) if plan.stages else ""
-    near = [
-        (mesh_of(candidate) != mesh, abs(seconds - chosen_s), number)
-        for number, candidate in enumerate(plan.provenance.candidates)
-        if isinstance(seconds := candidate.get("step_time_s"), int | float)
-        and is_as_fast(plan, seconds)
-    ]
+    near = []
+    for number, candidate in enumerate(plan.provenance.candidates):
+        seconds = candidate.get("step_time_s")
+        if isinstance(seconds, int | float) and is_as_fast(plan, seconds):
+            near.append((mesh_of(candidate) != mesh, abs(seconds - chosen_s), number))
     return min(near)[2] if near else None
 
 

@@ -4,9 +4,10 @@ reported at once.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -63,12 +64,16 @@ def violations(
         )
     if num_processes is not None:
         faults += process_violations(plan, num_processes)
-    faults += _own_interface(plan)
-    faults += _cluster(plan)
+    faults += _interface_and_cluster(plan)
     faults += _stages(plan)
     faults += pipeline_violations(plan)
     faults += _micro_batches(plan)
-    faults += _memories(plan)
+    for array in (*plan.inputs, *plan.outputs):
+        if array.memory not in (DEVICE_MEMORY, HOST_MEMORY):
+            faults.append(
+                f"`{array.path}` lies in the memory {array.memory!r}, and can lie in"
+                f" {DEVICE_MEMORY!r} or {HOST_MEMORY!r}"
+            )
     faults += _sums(plan)
     return faults
 
@@ -139,7 +144,7 @@ def _form(array: ArrayInterface) -> str:
     return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
 
 
-def _own_interface(plan: Plan) -> Iterator[str]:
+def _interface_and_cluster(plan: Plan) -> Iterator[str]:
     for what, arrays in (("input", plan.inputs), ("output", plan.outputs)):
         for path, count in Counter(array.path for array in arrays).items():
             if count > 1:
@@ -147,9 +152,6 @@ def _own_interface(plan: Plan) -> Iterator[str]:
         for array in arrays:
             if any(size < 0 for size in array.shape) or math.prod(array.shape) > _MOST_ELEMENTS:
                 yield f"{what} `{array.path}` has the impossible shape {array.shape}"
-
-
-def _cluster(plan: Plan) -> Iterator[str]:
     if not 0 <= plan.idle_hosts <= MOST_DEVICES:
         yield f"{plan.idle_hosts} idle hosts; there can be 0 to {MOST_DEVICES:,}"
     try:
@@ -184,17 +186,14 @@ def _stages(plan: Plan) -> Iterator[str]:
                 f"{where} names operators to recompute, such as `{named[0]}`, and says"
                 f" {stage.recompute!r}"
             )
+    split_inputs: set[str] = set()
+    split_outputs: set[str] = set()
+    for stage in plan.stages:
+        split_inputs.update(map(unranged, stage.shardings))
+        split_outputs.update(map(unranged, stage.outputs))
     for what, arrays, placed in (
-        (
-            "input",
-            plan.inputs,
-            {unranged(path) for stage in plan.stages for path in stage.shardings},
-        ),
-        (
-            "output",
-            plan.outputs,
-            {unranged(path) for stage in plan.stages for path in stage.outputs},
-        ),
+        ("input", plan.inputs, split_inputs),
+        ("output", plan.outputs, split_outputs),
     ):
         missing = [array.path for array in arrays if array.path not in placed]
         if missing and plan.stages:
@@ -251,7 +250,7 @@ def _splits(
         if array is None:
             yield f"{where} splits {what} `{path}`, which the step does not have"
             continue
-        named = [axis for axes in dims for axis in axes]
+        named = list(itertools.chain(*dims))
         for axis in dict.fromkeys(named):
             if axis not in sizes:
                 yield (
@@ -299,15 +298,6 @@ def _micro_batches(plan: Plan) -> Iterator[str]:
         yield f"combine names outputs that the step does not have: {_list(strangers)}"
 
 
-def _memories(plan: Plan) -> Iterator[str]:
-    for array in (*plan.inputs, *plan.outputs):
-        if array.memory not in (DEVICE_MEMORY, HOST_MEMORY):
-            yield (
-                f"`{array.path}` lies in the memory {array.memory!r}, and can lie in"
-                f" {DEVICE_MEMORY!r} or {HOST_MEMORY!r}"
-            )
-
-
 def _sums(plan: Plan) -> Iterator[str]:
     p = plan.prediction
     numbers = {
@@ -342,28 +332,26 @@ def _memory_over_time(prediction: Prediction) -> Iterator[str]:
             f" {_list(uneven)}"
         )
         return
-    if not all(
-        math.isfinite(value) and value >= 0 for values in curve.parts.values() for value in values
-    ):
+    if not _are_sizes(itertools.chain(*curve.parts.values())):
         yield "memory_over_time holds bytes that are not finite or are negative"
         return
     places = curve.seconds
-    if places and (
-        len(places) != len(curve.phases)
-        or not all(math.isfinite(second) and second >= 0 for second in places)
-        or list(places) != sorted(places)
-    ):
+    ascend = _are_sizes(places) and list(places) == sorted(places)
+    if places and not (ascend and len(places) == len(curve.phases)):
         yield (
             f"memory_over_time has {len(curve.phases)} moments, and needs as many ascending seconds"
         )
-    most_bytes = max(
-        (sum(values) for values in zip(*curve.parts.values(), strict=True)), default=0.0
-    )
+    most_bytes = max(map(sum, zip(*curve.parts.values(), strict=True)), default=0.0)
     if not math.isclose(most_bytes, prediction.peak_memory_bytes, rel_tol=_TOLERANCE, abs_tol=1.0):
         yield (
             f"memory_over_time rises to {most_bytes:.0f} bytes, and the peak is"
             f" {prediction.peak_memory_bytes:.0f} bytes"
         )
+
+
+def _are_sizes(values: Iterable[float]) -> bool:
+    """Whether no value is negative, and all are finite."""
+    return all(0 <= value < math.inf for value in values)
 
 
 def _list(names: Sequence[str]) -> str:

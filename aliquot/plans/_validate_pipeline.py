@@ -60,8 +60,8 @@ def process_violations(plan: Plan, num_processes: int) -> Iterator[str]:
     A process can have an equal part of one host's devices, all of them, or those of several whole
     hosts (as with virtual devices).
     """
-    hosts, each = plan.cluster.get("num_hosts"), plan.cluster.get("devices_per_host")
-    if not (isinstance(hosts, int) and isinstance(each, int)) or num_processes < 1:
+    hosts, each = _hosts(plan)
+    if not hosts or num_processes < 1:
         return
     within = num_processes % hosts == 0 and each % (num_processes // hosts) == 0
     if not within and hosts % num_processes:
@@ -82,7 +82,8 @@ def _devices(plan: Plan) -> Iterator[str]:
         if kind
         else round_robin(len(plan.stages), submeshes)
     )
-    each, total = _cluster_size(plan)
+    hosts, each = _hosts(plan)
+    total = hosts * each
     users: dict[int, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         start, stop = device_range(stage)
@@ -119,14 +120,14 @@ def _devices(plan: Plan) -> Iterator[str]:
         yield f"{what} in the submeshes of stages {stage_numbers(owners)} at once"
 
 
-def _cluster_size(plan: Plan) -> tuple[int, int]:
-    """Devices of a host and of the cluster; 0 if the description is unusable, which is a violation
+def _hosts(plan: Plan) -> tuple[int, int]:
+    """Number of hosts, and devices of each; 0 if the description is unusable, which is a violation
     of its own.
     """
     hosts, each = plan.cluster.get("num_hosts"), plan.cluster.get("devices_per_host")
     if not (isinstance(hosts, int) and isinstance(each, int) and hosts > 0 and each > 0):
         return 0, 0
-    return each, hosts * each
+    return hosts, each
 
 
 def _figures(plan: Plan, stage: StagePlan, where: str) -> Iterator[str]:

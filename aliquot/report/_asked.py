@@ -26,9 +26,9 @@ def asked_facts(plans: Sequence[Plan], date: str = "") -> Iterator[tuple[str, st
     elif rows:
         yield "batch", f"{rows} examples"
     yield "dtype", first.model.flops_dtype or str(first.model.settings.get("dtype", ""))
-    devices = [
-        f"{plan.cluster.get('name', 'a cluster')} ({plan_devices(plan)} devices)" for plan in plans
-    ]
+    devices = []
+    for plan in plans:
+        devices.append(f"{plan.cluster.get('name', 'a cluster')} ({plan_devices(plan)} devices)")
     yield "cluster", ", ".join(dict.fromkeys(devices))
     yield "method", ", ".join(dict.fromkeys(plan.method for plan in plans))
     yield "date", date
@@ -53,7 +53,7 @@ def comparing_command(plans: Sequence[Plan], methods: Sequence[str]) -> str:
     """The command that compares plans again; empty for steps that were passed as functions."""
     if plans[0].model.kind == "closure":
         return ""
-    clusters = list(dict.fromkeys(_typed(plan) for plan in plans))
+    clusters = list(dict.fromkeys(map(_typed, plans)))
     where = "--cluster" if len(clusters) == 1 else "--clusters"
     words = ["aliquot", "compare", plans[0].model.name, where, ",".join(clusters)]
     words += _model_words(plans[0])

@@ -38,15 +38,12 @@ def bar_chart(
     figure, axes = _figure(title, unit)
     width = 0.8 / len(series)
     for k, (name, values) in enumerate(series.items()):
-        shown = [(i, value) for i, value in enumerate(values) if value]
-        places = [i + (k - (len(series) - 1) / 2) * width for i, _ in shown]
-        bars = axes.bar(
-            places,
-            [value for _, value in shown],
-            width,
-            label=name,
-            color=_COLOURS[k % len(_COLOURS)],
-        )
+        places, heights = [], []
+        for i, value in enumerate(values):
+            if value:
+                places.append(i + (k - (len(series) - 1) / 2) * width)
+                heights.append(value)
+        bars = axes.bar(places, heights, width, label=name, color=_COLOURS[k % len(_COLOURS)])
         axes.bar_label(bars, fmt=lambda value: f"{value:.3g}", fontsize=7, rotation=90, padding=2)
     axes.set_xticks(range(len(groups)), groups)
     if logarithmic:
@@ -82,10 +79,14 @@ def line_chart(
     names = list(dict.fromkeys([*among, *series]))
     for name, values in series.items():
         k = names.index(name)
-        shown = [(point, value) for point, value in zip(points, values, strict=True) if value]
+        places, heights = [], []
+        for point, value in zip(points, values, strict=True):
+            if value:
+                places.append(point)
+                heights.append(value)
         axes.plot(
-            [point for point, _ in shown],
-            [value for _, value in shown],
+            places,
+            heights,
             marker="o",
             label=name,
             color=_COLOURS[k % len(_COLOURS)],
@@ -96,21 +97,20 @@ def line_chart(
     axes.set_yscale("log")
     first, last = (round(math.log2(point)) for point in (min(points), max(points)))
     step = max(math.ceil((last - first) / 7), 1)
-    ticks = [2.0**power for power in range(first, last + 1, step)]
-    axes.set_xticks(ticks, [_power(tick) for tick in ticks])
+    ticks, texts = [], []
+    for power in range(first, last + 1, step):
+        ticks.append(2.0**power)
+        # Large ones have a binary prefix, such as `64 Ki`.
+        if ticks[-1] < _MOST_DIGITS:
+            texts.append(f"{ticks[-1]:g}")
+        else:
+            texts.append(f"{2 ** (power % 10)} {_PREFIXES[power // 10]}")
+    axes.set_xticks(ticks, texts)
     axes.minorticks_off()
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel(horizontal)
     _finish(figure, axes, path)
-
-
-def _power(value: float) -> str:
-    """A power of two as text; large ones with a binary prefix, such as `64 Ki`."""
-    if value < _MOST_DIGITS:
-        return f"{value:g}"
-    thousands, rest = divmod(round(math.log2(value)), 10)
-    return f"{2**rest} {_PREFIXES[thousands]}"
 
 
 def _figure(title: str, unit: str) -> tuple[Any, Any]:

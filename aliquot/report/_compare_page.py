@@ -37,37 +37,27 @@ def compare_page(comparison: Comparison, *, date: str = "") -> str:
     where = f" on {clusters[0]}" if len(clusters) == 1 else ""
     what = "methods" if where else "clusters"
     plans = [c.plan for c in comparison.candidates if c.plan]
-    asked = ""
-    if plans:
-        methods = list(dict.fromkeys(c.method for c in comparison.candidates))
-        facts = dict(asked_facts(plans, date)) | {"method": ", ".join(methods)}
-        if comparison.prices_from:
-            facts["prices"] = comparison.prices_from
-        asked = (
-            f"<h2>Asked</h2>{card(facts.items())}{command_block(comparing_command(plans, methods))}"
-        )
-    return whole_page(
-        f"{comparison.model}{where}: {what} compared",
-        f"{_card(comparison)}{asked}",
-        _sections(comparison),
-    )
-
-
-def _card(comparison: Comparison) -> str:
     best = comparison.candidates[0] if comparison.candidates else None
-    if best is None or best.plan is None:
-        return card([("recommendation", "no candidate fits")])
-    p = best.plan.prediction
-    cost = comparison.cost(best)
-    return card(
-        [
+    facts = [("recommendation", "no candidate fits")]
+    if best and best.plan:
+        used = format_bytes(best.plan.prediction.peak_memory_bytes)
+        facts = [
             ("fastest", name_of(best, comparison)),
             (f"{_timed(comparison)} (predicted)", format_seconds(comparison.seconds(best))),
             ("throughput", _throughput(best, comparison)),
-            ("memory on each device", f"{format_bytes(p.peak_memory_bytes)}{_share(best)}"),
-            (comparison.cost_unit, format_cost(cost)),
+            ("memory on each device", f"{used}{_share(best)}"),
+            (comparison.cost_unit, format_cost(comparison.cost(best))),
         ]
-    )
+    asked = ""
+    if plans:
+        methods = list(dict.fromkeys(c.method for c in comparison.candidates))
+        given = dict(asked_facts(plans, date)) | {"method": ", ".join(methods)}
+        if comparison.prices_from:
+            given["prices"] = comparison.prices_from
+        command = command_block(comparing_command(plans, methods))
+        asked = f"<h2>Asked</h2>{card(given.items())}{command}"
+    name = f"{comparison.model}{where}: {what} compared"
+    return whole_page(name, card(facts) + asked, _sections(comparison))
 
 
 def _sections(comparison: Comparison) -> Iterator[tuple[str, str]]:
@@ -96,20 +86,20 @@ def _sections(comparison: Comparison) -> Iterator[tuple[str, str]]:
             label="step time against memory of each candidate",
         )
         yield "Step time against memory (predicted)", f"{drawn}<ol>{''.join(listed)}</ol>"
-        named = [
-            (_with(name_of(c, comparison), format_seconds(c.plan.prediction.step_time_s)), c.plan)
-            for c in planned
-            if c.plan
-        ]
-        yield "Time of a step (predicted)", time_bars(named)
-        bars = []
+        times, sizes = [], []
         for c in planned:
             assert c.plan is not None
-            used = f"{format_bytes(c.plan.prediction.peak_memory_bytes)}{_share(c)}"
-            bars.append((_with(name_of(c, comparison), used), dict(memory_parts(c.plan))))
-        yield "Memory on each device, to the limit (predicted)", memory_bars(bars, _limit(planned))
-    why = [(name_of(c, comparison), comparison.why_not(c)) for c in comparison.candidates]
-    yield "Why not the others", table((), [row for row in why if row[1]], kind="facts")
+            name, p = name_of(c, comparison), c.plan.prediction
+            used = f"{format_bytes(p.peak_memory_bytes)}{_share(c)}"
+            times.append((_with(name, format_seconds(p.step_time_s)), c.plan))
+            sizes.append((_with(name, used), dict(memory_parts(c.plan))))
+        yield "Time of a step (predicted)", time_bars(times)
+        yield "Memory on each device, to the limit (predicted)", memory_bars(sizes, _limit(planned))
+    reasons = []
+    for c in comparison.candidates:
+        if why := comparison.why_not(c):
+            reasons.append((name_of(c, comparison), why))
+    yield "Why not the others", table((), reasons, kind="facts")
     yield "Notes", "".join(f"<p>{escape(note)}</p>" for note in notes_of(comparison))
 
 

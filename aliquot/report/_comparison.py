@@ -116,12 +116,13 @@ class Comparison:
             return f"as fast as the fastest, within {_EQUAL:.1%}"
         mine, theirs = step_parts(plan), step_parts(best)
         more = sorted(((mine[name] - theirs[name], name) for name in mine), reverse=True)
-        said = [
-            f"+{format_seconds(s)} {name}" for s, name in more[:_MOST_PARTS] if s > extra_s / 20
-        ]
+        said = []
+        for s, name in more[:_MOST_PARTS]:
+            if s > extra_s / 20:
+                said.append(f"+{format_seconds(s)} {name}")
         less = [f"-{format_seconds(-s)} {name}" for s, name in reversed(more) if -s > extra_s / 20]
         ratio = plan.prediction.step_time_s / best.prediction.step_time_s
-        ways = [how_recomputed(each) for each in (plan, best)]
+        ways = [how_recomputed(plan), how_recomputed(best)]
         way = ways[0] if RECOMPUTED_BY_STAGE in str(ways[0]) else f"with --recompute {ways[0]}"
         again = f", {way}" if ways[0] != ways[1] and ways[0] else ""
         worst = _dearest(plan) if more[0][1] == "exposed communication" else ""
@@ -158,7 +159,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON. Times in seconds, sizes in bytes."""
-        rows = [self._row(candidate) for candidate in self.candidates]
+        rows = list(map(self._row, self.candidates))
         return {"model": self.model, "candidates": rows, "notes": notes_of(self)}
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
@@ -194,19 +195,19 @@ class Comparison:
 
 def comparison_table(comparison: Comparison) -> Group:
     """What to take, a table of the candidates, and a line for each that is not the fastest."""
-    clusters = list(dict.fromkeys(candidate.cluster for candidate in comparison.candidates))
-    several, methods = len(clusters) > 1, len({c.method for c in comparison.candidates}) > 1
+    several, methods = _several(comparison)
     named = methods or not several
-    rows = [
-        {**comparison._row(c), "layout": layout(c.plan) if c.plan else None}
-        for c in comparison.candidates
-    ]
+    where = f" on {comparison.candidates[0].cluster}" if comparison.candidates else ""
+    rows = []
+    for c in comparison.candidates:
+        row = comparison._row(c)
+        row["cost_said"] = format_cost(row["cost"]) or (NO_PRICE if row["feasible"] else None)
+        rows.append({**row, "layout": layout(c.plan) if c.plan else None})
     what = "tokens" if any(row["tokens_per_s"] for row in rows) else "examples"
     counted = any(row["mfu"] is not None for row in rows)
     between = comparison.objective == "throughput"
     shown = table(
-        f"{comparison.model}{'' if several else f' on {clusters[0]}' if clusters else ''}: fastest"
-        " first (predicted)",
+        f"{comparison.model}{'' if several else where}: fastest first (predicted)",
         rows,
         Column("cluster", "cluster", shown=several),
         Column("method", "method", shown=named),
@@ -215,7 +216,7 @@ def comparison_table(comparison: Comparison) -> Group:
         Column("between calls", "time_between_calls_s", format_seconds, number=True, shown=between),
         Column("MFU", "mfu", "{:.1%}".format, number=True, shown=counted),
         Column(f"{what}/s", f"{what}_per_s", rate_said, number=True),
-        Column(comparison.cost_unit, _cost_said, number=True, shown=comparison.prices),
+        Column(comparison.cost_unit, "cost_said", number=True, shown=comparison.prices),
         Column("memory", memory_said, number=True),
         narrow=True,
     )
@@ -224,15 +225,14 @@ def comparison_table(comparison: Comparison) -> Group:
         names = (row["cluster"] if several else "", row["method"] if named else "")
         if why := row["loses"]:
             lines.append(Padding(Text(f"{' '.join(filter(None, names))}: {why}"), (0, 0, 0, 2)))
-    parts: list[RenderableType] = [Text(line) for line in recommendation(comparison)]
+    parts: list[RenderableType] = list(map(Text, recommendation(comparison)))
     parts += ["", shown]
     parts += [Text("Why not", style="bold"), *lines] if lines else []
     notes = notes_of(comparison)
-    parts += (
-        [Text("Notes", style="bold"), *(Padding(Text(note), (0, 0, 0, 2)) for note in notes)]
-        if notes
-        else []
-    )
+    if notes:
+        parts.append(Text("Notes", style="bold"))
+    for note in notes:
+        parts.append(Padding(Text(note), (0, 0, 0, 2)))
     return Group(*parts)
 
 
@@ -258,8 +258,11 @@ def recommendation(comparison: Comparison) -> list[str]:
     best_s = comparison.seconds(best)
     equal = [c for c in others if comparison.seconds(c) <= (1 + _EQUAL) * best_s]
     if equal:
-        same = [c for c in equal if c.plan and is_same_plan(c.plan, best.plan)]
-        near = [c for c in equal if c not in same]
+        same: list[Candidate] = []
+        near: list[Candidate] = []
+        for c in equal:
+            is_same = c.plan is not None and is_same_plan(c.plan, best.plan)
+            (same if is_same else near).append(c)
         if same:
             said.append(f"The same plan is found by {_names(same, comparison)}.")
         if near:
@@ -271,11 +274,13 @@ def recommendation(comparison: Comparison) -> list[str]:
         second = others[0]
         behind = comparison.seconds(second) / best_s - 1
         lead = f"{name_of(second, comparison)} is next, {behind:.1%} slower"
-        errors = [most_error(expected_error(c.plan)) for c in (best, second) if c.plan]
-        known_errors = [error for error in errors if error is not None]
-        if len(known_errors) < 2:
+        errors = []
+        for c in (best, second):
+            if c.plan and (error := most_error(expected_error(c.plan))) is not None:
+                errors.append(error)
+        if len(errors) < 2:
             said.append(f"{lead}; how far predictions are off here is not known, so measure both.")
-        elif behind <= max(known_errors):
+        elif behind <= max(errors):
             said.append(f"{lead}: within that error, so measure both, or take the simpler one.")
         else:
             said.append(f"{lead}: beyond that error.")
@@ -323,11 +328,19 @@ def _names(candidates: Sequence[Candidate], comparison: Comparison) -> str:
 
 def name_of(candidate: Candidate, comparison: Comparison) -> str:
     """What a candidate is called: its cluster, its method, or both."""
-    several = len({c.cluster for c in comparison.candidates}) > 1
-    methods = len({c.method for c in comparison.candidates}) > 1
+    several, methods = _several(comparison)
     if not several:
         return candidate.method
     return f"{candidate.cluster}, {candidate.method}" if methods else candidate.cluster
+
+
+def _several(comparison: Comparison) -> tuple[bool, bool]:
+    """Whether there are several clusters, and several methods."""
+    clusters, methods = set(), set()
+    for candidate in comparison.candidates:
+        clusters.add(candidate.cluster)
+        methods.add(candidate.method)
+    return len(clusters) > 1, len(methods) > 1
 
 
 def notes_of(comparison: Comparison) -> list[str]:
@@ -367,10 +380,6 @@ def memory_said(row: Mapping[str, Any]) -> str | None:
     peak, limit = row["peak_memory_bytes"], row["memory_limit_bytes"] if row["feasible"] else None
     share = f" {format_share_of_limit(peak, limit)}" if limit else ""
     return f"{format_bytes(peak)}{share}" if peak else None
-
-
-def _cost_said(row: Mapping[str, Any]) -> str | None:
-    return format_cost(row["cost"]) or (NO_PRICE if row["feasible"] else None)
 
 
 def format_cost(cost: float | None) -> str:

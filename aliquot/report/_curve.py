@@ -37,7 +37,7 @@ def loss_chart(
     if not finite:
         raise InputError("a chart needs at least one finite value, got none.")
     low, high = min(finite), max(finite)
-    length = max(len(values) for values in series.values())
+    length = max(map(len, series.values()))
     frame = _Frame(
         low=low, high=high if high > low else low + 1.0, length=length, width=width, height=height
     )

@@ -47,18 +47,18 @@ def difference(changes: PlanDiff, before: str, after: str) -> RenderableType:
             kind = ""
         decided.setdefault(kind, []).append(change)
     arrays = _arrays(decided.get("input", ()), decided.get("output", ()), changes.roles)
-    operators = _rows(
-        [
-            change
-            for change in decided.get("operator", ())
-            if change.subject.partition("operator ")[2] not in changes.roles
-        ]
-    )
+    kept = []
+    for change in decided.get("operator", ()):
+        if change.subject.partition("operator ")[2] not in changes.roles:
+            kept.append(change)
+    operators = _rows(kept)
     of_operators = "Operators that are split differently: mesh axis and dim of each"
     if len(operators) > _MOST_OPERATORS:
         of_operators += f"; the first {_MOST_OPERATORS} of {len(operators)} kinds, --json lists all"
-    collectives = [c for c in changes.predictions if _COLLECTIVE.match(c.subject)]
-    figures = [c for c in changes.predictions if not _COLLECTIVE.match(c.subject)]
+    collectives: list[Change] = []
+    figures: list[Change] = []
+    for change in changes.predictions:
+        (collectives if _COLLECTIVE.match(change.subject) else figures).append(change)
     heads = ("what", before, after)
     split = "Arrays that are split differently; optimizer state that changes like its parameters is"
     tables = (
@@ -68,20 +68,18 @@ def difference(changes: PlanDiff, before: str, after: str) -> RenderableType:
         (f"{split} left out", [row[:3] for row in _rows(arrays)], ()),
         (of_operators, [row[:3] for row in operators[:_MOST_OPERATORS]], ()),
     )
-    return Group(
-        *(
-            columns(title, (*heads, "change")[: len(rows[0])], rows, right=right)
-            for title, rows, right in tables
-            if rows
-        )
-    )
+    shown = []
+    for title, rows, right in tables:
+        if rows:
+            shown.append(columns(title, (*heads, "change")[: len(rows[0])], rows, right=right))
+    return Group(*shown)
 
 
 def _arrays(
     inputs: Sequence[Change], outputs: Sequence[Change], roles: Mapping[str, str]
 ) -> list[Change]:
     """Changes of arrays, without those that repeat others; see `difference`."""
-    inputs = [_unnamed(change, "input ") for change in inputs]
+    inputs = [replace(c, subject=c.subject.removeprefix("input ")) for c in inputs]
     endings = set()
     for change in inputs:
         if roles.get(change.subject) == "parameter":
@@ -96,17 +94,11 @@ def _arrays(
                 continue
         kept.append(change)
     same = {(_inside(change.subject), change.before, change.after) for change in inputs}
-    others = [_unnamed(change, "output ") for change in outputs]
-    kept += [
-        replace(change, subject=f"output {change.subject}")
-        for change in others
-        if (_inside(change.subject), change.before, change.after) not in same
-    ]
+    for change in outputs:
+        path = change.subject.removeprefix("output ")
+        if (_inside(path), change.before, change.after) not in same:
+            kept.append(replace(change, subject=f"output {path}"))
     return kept
-
-
-def _unnamed(change: Change, kind: str) -> Change:
-    return replace(change, subject=change.subject.removeprefix(kind))
 
 
 def _inside(path: str) -> str:
@@ -157,10 +149,18 @@ def _rows(changes: Sequence[Change], name: Callable[[str], str] = str) -> list[t
             relative,
         )
         merged.setdefault(key, []).append(change.subject)
-    return [
-        (name(_together(what, subjects)), old, new, relative)
-        for (what, old, new, relative), subjects in merged.items()
-    ]
+    rows: list[tuple[str, ...]] = []
+    for (what, old, new, relative), subjects in merged.items():
+        matches = list(filter(None, map(_STAGE.match, subjects)))
+        numbers = sorted({int(match[1]) for match in matches})
+        if len(subjects) == 1:
+            what = subjects[0]
+        elif len(numbers) == len(subjects):
+            what = f"stages {stage_numbers(numbers)} {what.removeprefix('stage * ')}"
+        else:
+            what = f"{what} ({len(subjects)} of them)"
+        rows.append((name(what), old, new, relative))
+    return rows
 
 
 def _words(term: str) -> str:
@@ -172,19 +172,6 @@ def _words(term: str) -> str:
     if term.startswith(("interface ", "note: ", "combine ")):
         return term
     return _NAMES.get(term) or _UNITS.sub("", term).replace("_", " ")
-
-
-def _together(what: str, subjects: Sequence[str]) -> str:
-    """One name for equal changes of several subjects. `what` is their common form, with `*` in the
-    place of the numbers that differ.
-    """
-    if len(subjects) == 1:
-        return subjects[0]
-    matches = [_STAGE.match(subject) for subject in subjects]
-    numbers = sorted({int(match[1]) for match in matches if match})
-    if len(numbers) == len(subjects):
-        return f"stages {stage_numbers(numbers)} {what.removeprefix('stage * ')}"
-    return f"{what} ({len(subjects)} of them)"
 
 
 def _shown(subject: str, value: str | int | float | None) -> str:

@@ -102,11 +102,10 @@ def _head(before: Plan, after: Plan, names: tuple[str, str]) -> str:
         shown = []
         for name, plan, other in ((names[0], before, after), (names[1], after, before)):
             theirs = other.model.settings
-            own = [
-                f"{key}={value}"
-                for key, value in plan.model.settings.items()
-                if theirs.get(key) != value and key not in _SAID
-            ]
+            own = []
+            for key, value in plan.model.settings.items():
+                if theirs.get(key) != value and key not in _SAID:
+                    own.append(f"{key}={value}")
             batch = f"batch {examples_per_step(plan)}"
             shown.append(f"{name} {', '.join([plan.model.name or 'a step', batch, *own[:4]])}")
         return f"These are plans for two different models or batches: {'; '.join(shown)}."
@@ -114,7 +113,7 @@ def _head(before: Plan, after: Plan, names: tuple[str, str]) -> str:
         ((before, names[0]), (after, names[1])), key=lambda pair: pair[0].prediction.step_time_s
     )
     f, s = fast.prediction, slow.prediction
-    sizes = [format_bytes(p.peak_memory_bytes) for p in (f, s)]
+    sizes = format_bytes(f.peak_memory_bytes), format_bytes(s.peak_memory_bytes)
     memory = f"memory on each device {sizes[0]}" + (
         ", as the other" if sizes[0] == sizes[1] else f", not {sizes[1]}"
     )
@@ -130,8 +129,22 @@ def _tables(
     before: Plan, after: Plan, names: tuple[str, str]
 ) -> Iterator[tuple[str, list[str], list[Sequence[str]]]]:
     """Title, header and rows of each table; changes have a column where there are any."""
+    named: list[dict[str, str]] = []
+    for plan in (before, after):
+        words = {"cluster": str(plan.cluster.get("name", "")), "method": plan.method}
+        if plan.is_pipeline:
+            words["stages"] = f"{len(plan.stages)}, {plan.schedule}"
+        for name, text in fact_rows(plan):
+            if name in _LAYOUT:
+                words[name] = f"{words[name]}; {text}" if name in words else text
+        named.append(words)
+    first, second = named
+    decided: list[Row] = []
+    for name in dict.fromkeys([*first, *second]):
+        if first.get(name) != second.get(name) or name in ("method", "parallelism"):
+            decided.append((name, first.get(name, "none"), second.get(name, "none"), ""))
     for title, rows in (
-        (_DECIDED, list(_layout(before, after))),
+        (_DECIDED, decided),
         ("Step time (predicted)", list(_times(before, after))),
         ("Memory on each device at its peak (predicted)", list(_memory(before, after))),
     ):
@@ -145,54 +158,30 @@ def _model(plan: Plan) -> tuple[object, ...]:
     return plan.model.name, settings
 
 
-def _layout(before: Plan, after: Plan) -> Iterator[Row]:
-    named = [
-        {"cluster": str(plan.cluster.get("name", "")), "method": plan.method}
-        for plan in (before, after)
-    ]
-    for plan, rows in zip((before, after), named, strict=True):
-        if plan.is_pipeline:
-            rows["stages"] = f"{len(plan.stages)}, {plan.schedule}"
-        for name, text in fact_rows(plan):
-            if name in _LAYOUT:
-                rows[name] = f"{rows[name]}; {text}" if name in rows else text
-    first, second = named
-    for name in dict.fromkeys([*first, *second]):
-        if first.get(name) != second.get(name) or name in ("method", "parallelism"):
-            yield name, first.get(name, "none"), second.get(name, "none"), ""
-
-
 def _times(before: Plan, after: Plan) -> Iterator[Row]:
-    named = [_seconds(plan) for plan in (before, after)]
-    # Of stages, only the communication that is exposed is known.
-    for name in (name for name in named[0] if name in named[1]):
-        first, second = (rows[name] for rows in named)
-        if first or second:
+    named: list[dict[str, float]] = []
+    for plan in (before, after):
+        p, parts = plan.prediction, step_parts(plan)
+        rows = {"step time": p.step_time_s}
+        for name, seconds in parts.items():
+            rows[name.replace("pipeline bubble", _BUBBLE)] = seconds
+        if not is_pipeline(plan):
+            rows["all communication"] = p.communication_s + p.gradient_s
+            rows["of it for gradients"] = p.gradient_s
+            rows["of it overlapped"] = p.hidden_s
+        named.append(rows)
+    for name, first in named[0].items():
+        # Of stages, only the communication that is exposed is known.
+        second = named[1].get(name)
+        if second is not None and (first or second):
             yield name, format_seconds(first), format_seconds(second), _relative(first, second)
     (first, what), (second, _) = rate(before), rate(after)
     if first and second:
-        texts = [format_count(float(round(each))) for each in (first, second)]
-        yield f"{what} per second", texts[0], texts[1], _relative(first, second)
-    used = [mfu(plan) for plan in (before, after)]
+        texts = format_count(float(round(first))), format_count(float(round(second)))
+        yield f"{what} per second", *texts, _relative(first, second)
+    used = [mfu(before), mfu(after)]
     if used[0] is not None and used[1] is not None:
         yield "MFU", f"{used[0]:.1%}", f"{used[1]:.1%}", ""
-
-
-def _seconds(plan: Plan) -> dict[str, float]:
-    """The step time, the parts that add up to it, and all communication, as `time_parts` says
-    them.
-    """
-    p, parts = plan.prediction, step_parts(plan)
-    whole = {
-        "all communication": p.communication_s + p.gradient_s,
-        "of it for gradients": p.gradient_s,
-        "of it overlapped": p.hidden_s,
-    }
-    return {
-        "step time": p.step_time_s,
-        **{name.replace("pipeline bubble", _BUBBLE): parts[name] for name in parts},
-        **({} if is_pipeline(plan) else whole),
-    }
 
 
 def _memory(before: Plan, after: Plan) -> Iterator[Row]:
@@ -207,11 +196,11 @@ def _memory(before: Plan, after: Plan) -> Iterator[Row]:
             sums[name] = sums.get(name, 0.0) + num_bytes
         named.append({"total": plan.prediction.peak_memory_bytes, **sums})
     for name in dict.fromkeys([*named[0], *named[1]]):
-        first, second = (rows.get(name, 0.0) for rows in named)
+        first, second = named[0].get(name, 0.0), named[1].get(name, 0.0)
         texts = [format_bytes(value) if value else "none" for value in (first, second)]
         yield name, texts[0], texts[1], _relative(first, second)
-    limits = [plan.prediction.memory_limit_bytes for plan in (before, after)]
-    yield "limit", format_bytes(limits[0]), format_bytes(limits[1]), _relative(*limits)
+    first, second = before.prediction.memory_limit_bytes, after.prediction.memory_limit_bytes
+    yield "limit", format_bytes(first), format_bytes(second), _relative(first, second)
 
 
 def _relative(first: float, second: float) -> str:

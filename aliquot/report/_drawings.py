@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -117,7 +117,7 @@ def areas(
         steps: whether a value holds until the next place, instead of leading to the next value in a
             straight line.
     """
-    totals = [sum(values) for values in zip(*series.values(), strict=True)]
+    totals = list(map(sum, zip(*series.values(), strict=True)))
     most, (height_of_limit, limit_text) = max(totals), limit
     is_near = height_of_limit <= _FARTHEST_LIMIT * most
     top = 1.06 * max(height_of_limit, most) if is_near else 1.15 * most
@@ -167,7 +167,7 @@ def _corners(
     if not steps:
         return corners
     # Two corners for each value: where it begins, and where the next one does.
-    held = [(later, value) for later, value in zip(places[1:], values, strict=False)]
+    held = zip(places[1:], values, strict=False)
     return list(itertools.chain(*zip(corners, [*held, corners[-1]], strict=True)))
 
 
@@ -205,11 +205,12 @@ def time_marks(extent_s: float) -> list[tuple[float, str]]:
 
 def legend(names: Sequence[str]) -> str:
     """Each name beside its colour."""
-    entries = "".join(
-        '<span><svg width="12" height="12"><rect width="12" height="12"'
-        f' fill="{colour_of(name, names)}"/></svg> {escape(name)}</span>'
-        for name in names
-    )
+    entries = ""
+    for name in names:
+        entries += (
+            '<span><svg width="12" height="12"><rect width="12" height="12"'
+            f' fill="{colour_of(name, names)}"/></svg> {escape(name)}</span>'
+        )
     return f'<p class="legend">{entries}</p>'
 
 
@@ -248,16 +249,19 @@ def rows_over_time(
                 f' height="{_ROW - _GAP}" fill="{colour_of(segment.kind, kinds)}">'
                 f"<title>{escape(segment.text)}</title></rect>"
             )
-    for place, text in _spaced(marks, scale, _LEFT):
-        x = _LEFT + place * scale
-        anchor = _anchor(x, text, _WIDTH - _RIGHT)
-        drawn.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height + 5}" class="mark"/>'
-        )
-        drawn.append(
-            f'<text x="{x:.1f}" y="{height + 20}" text-anchor="{anchor}">{escape(text)}</text>'
-        )
+    drawn += _axis(marks, scale, _LEFT, _TOP, height, "mark")
     return _picture(_WIDTH, height + _BOTTOM, drawn, label, "chart") + legend(kinds)
+
+
+def _axis(
+    marks: Iterable[tuple[float, str]], scale: float, left: int, top: int, bottom: int, kind: str
+) -> Iterator[str]:
+    """Lines from top to bottom at those marks whose texts do not meet, each with its text below."""
+    for place, text in _spaced(marks, scale, left):
+        x = left + place * scale
+        anchor, y = _anchor(x, text, _WIDTH - _RIGHT), bottom + (20 if kind == "mark" else 26)
+        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom + 5}" class="{kind}"/>'
+        yield f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _anchor(x: float, text: str, right: float) -> str:
@@ -311,15 +315,8 @@ def scatter(
     def at(x: float, y: float) -> tuple[float, float]:
         return _LEFT + x * scale, _TOP + (1 - y / top) * _AREA_HEIGHT
 
-    drawn = [_grid(top, format_y)]
     ticks = [(x, format_x(x)) for x in round_ticks(right)]
-    for x, text in _spaced(ticks, scale, _LEFT):
-        left = at(x, 0)[0]
-        anchor = _anchor(left, text, _WIDTH - _RIGHT)
-        drawn.append(
-            f'<line x1="{left:.1f}" x2="{left:.1f}" y1="{_TOP}" y2="{height + 5}" class="grid"/>'
-            f'<text x="{left:.1f}" y="{height + 26}" text-anchor="{anchor}">{escape(text)}</text>'
-        )
+    drawn = [_grid(top, format_y), *_axis(ticks, scale, _LEFT, _TOP, height, "grid")]
     if limit:
         y = at(0, limit)[1]
         drawn.append(
@@ -371,14 +368,7 @@ def bars_in_parts(
     scale, height = (_WIDTH - 2 * _RIGHT) / extent, len(rows) * 2 * _ROW
     lengths = itertools.chain(*(parts.items() for _, parts in rows))
     names = list(dict.fromkeys(part for part, length in lengths if length))
-    drawn = []
-    for place, text in _spaced(marks, scale, _RIGHT):
-        x = _RIGHT + place * scale
-        anchor = _anchor(x, text, _WIDTH - _RIGHT)
-        drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height + 5}" class="grid"/>')
-        drawn.append(
-            f'<text x="{x:.1f}" y="{height + 26}" text-anchor="{anchor}">{escape(text)}</text>'
-        )
+    drawn = list(_axis(marks, scale, _RIGHT, 0, height, "grid"))
     for index, (name, parts) in enumerate(rows):
         y, x = 2 * index * _ROW, float(_RIGHT)
         drawn.append(f'<text x="{_RIGHT}" y="{y + _ROW - 8}">{escape(name)}</text>')

@@ -4,6 +4,7 @@ alternatives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -66,7 +67,7 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
     p, provenance = plan.prediction, plan.provenance
     stages = []
     for index, stage in enumerate(plan.stages):
-        arrays = [asdict(group) for group in _groups(plan, index)]
+        arrays = list(map(asdict, _groups(plan, index)))
         stages.append(stage_data(stage) | {"arrays": arrays})
     return {
         "model": plan.model.name,
@@ -97,8 +98,8 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
         # Plan files do not hold them.
         "search_s": provenance.search_s or None,
         "trace_s": provenance.trace_s or None,
-        "candidates": [dict(candidate) for candidate in provenance.candidates],
-        "alternatives": [asdict(alternative) for alternative in alternatives],
+        "candidates": list(map(dict, provenance.candidates)),
+        "alternatives": list(map(asdict, alternatives)),
         "inferred_rules": msgspec.to_builtins(plan.inferred_rules),
         "notes": list(plan.notes),
     }
@@ -129,7 +130,7 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
         told = {use.label for use in plan.prediction.collectives}
         for index in range(len(plan.stages)):
             told |= {group.pattern for group in _groups(plan, index)}
-    rest = [other for other in alternatives if other.subject not in told and not _is_as_fast(other)]
+    rest = [other for other in alternatives if other.subject not in told and _extra_s(other)]
     if rest:
         parts.append(
             table(
@@ -140,7 +141,7 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
                 Column("best alternative (predicted)", _best_other),
             )
         )
-    if any(_is_faster(other) for other in alternatives):
+    if any(_extra_s(other) < 0 for other in alternatives):
         parts.append(
             Text(
                 "Alternatives in another plan take more changes than the one in their row, and are"
@@ -176,11 +177,11 @@ def _groups(plan: Plan, index: int) -> list[ArrayGroup]:
 
 
 def _best_other(other: Alternative | None) -> str:
-    if other is None or _is_as_fast(other):
+    extra_s = _extra_s(other) if other else 0.0
+    if not other or not extra_s:
         return ""
     if other.alternative_step_time_s is None:
         return f"{other.alternative}: does not fit"
-    extra_s = other.alternative_step_time_s - other.chosen_step_time_s
     if extra_s < 0:
         return (
             f"{other.alternative}: {format_seconds(other.alternative_step_time_s)} a step in"
@@ -189,15 +190,11 @@ def _best_other(other: Alternative | None) -> str:
     return f"{other.alternative}: {format_seconds(extra_s)} slower a step"
 
 
-def _is_faster(other: Alternative) -> bool:
-    seconds = other.alternative_step_time_s
-    return seconds is not None and seconds < other.chosen_step_time_s and not _is_as_fast(other)
-
-
-def _is_as_fast(other: Alternative) -> bool:
-    """True if an alternative costs the same except for rounding, so that it explains nothing."""
-    seconds = other.alternative_step_time_s
-    return (
-        seconds is not None
-        and abs(seconds - other.chosen_step_time_s) <= _ROUNDING * other.chosen_step_time_s
-    )
+def _extra_s(other: Alternative) -> float:
+    """Seconds by which an alternative is slower: infinite if it does not fit, and 0 if it costs the
+    same except for rounding, so that it explains nothing.
+    """
+    if other.alternative_step_time_s is None:
+        return math.inf
+    extra_s = other.alternative_step_time_s - other.chosen_step_time_s
+    return 0.0 if abs(extra_s) <= _ROUNDING * other.chosen_step_time_s else extra_s

@@ -203,9 +203,12 @@ class MetricsLog:
         for what in _ASIDE:
             if what in done.parts_s:
                 found[f"{what}_s"] = done.parts_s[what]
-        memory = [device.memory_stats() or {} for device in jax.local_devices()]
-        # Not all devices say what they have used.
-        peaks = [stats["peak_bytes_in_use"] for stats in memory if "peak_bytes_in_use" in stats]
+        peaks = []
+        for device in jax.local_devices():
+            stats = device.memory_stats() or {}
+            # Not all devices say what they have used.
+            if "peak_bytes_in_use" in stats:
+                peaks.append(stats["peak_bytes_in_use"])
         if peaks:
             found["memory_bytes"] = max(peaks)
         return found
@@ -266,10 +269,10 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
     # JSON has no numbers that are not finite.
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
+    found = {}
+    for name, value in row.items():
+        found[name] = str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return found
 
 
 def _board(folder: Path, done: int) -> Any:

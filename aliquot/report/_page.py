@@ -87,9 +87,9 @@ def whole_page(name: str, card: str, sections: Iterable[tuple[str, str]]) -> str
     """
     title = escape(name)
     parts = "".join(f"<h2>{escape(about)}</h2>{body}" for about, body in sections if body)
-    narrow = "".join(
-        _STACKED.replace("NAME", name).replace("WIDTH", width) for name, width in _NARROW.items()
-    )
+    narrow = ""
+    for kind, width in _NARROW.items():
+        narrow += _STACKED.replace("NAME", kind).replace("WIDTH", width)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -139,16 +139,14 @@ def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
             yield section.title, _section(section)
         if section.kind == SectionKind.STAGES:
             yield "Schedule (predicted)", _schedule(plan)
-    facts = [(name, text) for name, text in fact_rows(plan) if name]
+    facts = [row for row in fact_rows(plan) if row[0]]
     more = [("Why, and how (predicted)", table((), facts, kind="facts"))]
     more += _memory_over_time(plan)
     more += [(s.title, _section(s)) for s in sections(plan, EXPLAINED) if s.kind in folded]
-    yield (
-        "More",
-        "".join(
-            f"<details><summary>{escape(title)}</summary>{body}</details>" for title, body in more
-        ),
-    )
+    details = ""
+    for title, body in more:
+        details += f"<details><summary>{escape(title)}</summary>{body}</details>"
+    yield "More", details
 
 
 def time_bars(rows: Sequence[tuple[str, Plan]]) -> str:
@@ -179,11 +177,10 @@ def _section(section: Section) -> str:
     """
     most = max(section.amounts, default=0.0)
     parts = [row[0] for row in section.rows] if section.kind == SectionKind.MEMORY else []
-    pictures = [
-        bar(amount / most, row[0], parts)
-        for row, amount in zip(section.rows, section.amounts)
-        if most
-    ]
+    pictures = []
+    for row, amount in zip(section.rows, section.amounts):
+        if most:
+            pictures.append(bar(amount / most, row[0], parts))
     rows = table(section.header, section.rows, section.right, pictures) if section.rows else ""
     # The empty paragraph keeps a section without rows and remarks: its title says that there is
     # nothing to list.
@@ -259,30 +256,20 @@ def table(
         kind = "widest" if len(header) >= _MOST else "wide"
 
     def cells_of(row: Sequence[str], tag: str) -> str:
-        kinds = [
-            ' class="number"' if k in right else ' class="word"' if _is_word(cell) else ""
-            for k, cell in enumerate(row)
-        ]
-        if tag == "td" and header:
-            kinds = [
-                f'{how} data-label="{escape(h)}"' for how, h in zip(kinds, header, strict=True)
-            ]
-        return "".join(
-            f"<{tag}{how}>{_breakable(cell)}</{tag}>" for cell, how in zip(row, kinds, strict=True)
-        )
+        cells = []
+        for k, cell in enumerate(row):
+            # A word is short and has no place where it may go on in the next line.
+            is_word = len(cell) <= _LONG_WORD and not _ENDS_OF_PARTS.search(cell)
+            kind = "number" if k in right else "word" if is_word and " " not in cell else ""
+            how = f' class="{kind}"' if kind else ""
+            if tag == "td" and header:
+                how += f' data-label="{escape(header[k])}"'
+            text = _ENDS_OF_PARTS.sub("\\g<0><wbr/>", escape(cell))
+            cells.append(f"<{tag}{how}>{text}</{tag}>")
+        return "".join(cells)
 
     lines = [cells_of(header, "th")] if header else []
     for row, picture in itertools.zip_longest(rows, pictures, fillvalue=""):
         beside = f'<td class="picture">{picture}</td>' if picture else ""
         lines.append(cells_of(row, "td") + beside)
     return f'<table class="{kind}">{"".join(f"<tr>{line}</tr>" for line in lines)}</table>'
-
-
-def _is_word(text: str) -> bool:
-    """Whether a text is short and has no place where it may go on in the next line."""
-    return len(text) <= _LONG_WORD and not _ENDS_OF_PARTS.search(text) and " " not in text
-
-
-def _breakable(text: str) -> str:
-    """The text as HTML in which a path may go on in the next line."""
-    return _ENDS_OF_PARTS.sub("\\g<0><wbr/>", escape(text))

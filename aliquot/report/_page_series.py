@@ -54,7 +54,7 @@ def memory_series(plan: Plan) -> MemorySeries | None:
         return None
     # The parts that stay for the whole step are drawn at the bottom.
     steadiest = sorted(curve.parts.items(), key=lambda item: (-min(item[1]), item[0]))
-    places = curve.seconds or tuple(float(k) for k in range(len(curve.phases)))
+    places = curve.seconds or tuple(map(float, range(len(curve.phases))))
     marks, count = [], 0
     for phase, group in itertools.groupby(curve.phases):
         marks.append((places[count], phase))
@@ -94,15 +94,15 @@ def _fullest_stage(plan: Plan) -> MemorySeries | None:
     )
     trace = planned_trace(plan)
     # If the number changes several times at one moment, the last value counts.
-    held = {
-        second: count
-        for second, _, stage, count in in_flight_events(trace.events)
-        if stage == index
-    }
+    held = {}
+    for second, _, stage, count in in_flight_events(trace.events):
+        if stage == index:
+            held[second] = count
     if not held or not prediction.in_flight:
         return None
-    places = [0.0, *(second for second in held if second > 0), trace.step_time_s]
-    counts = [held.get(0.0, 0), *(count for second, count in held.items() if second > 0), 0]
+    at_first = held.pop(0.0, 0)
+    places = [0.0, *held, trace.step_time_s]
+    counts = [at_first, *held.values(), 0]
     # The prediction holds the activations at the moment with the most micro-batches in flight.
     each_bytes = prediction.memory_bytes.get(_KEPT, 0.0) / prediction.in_flight
     parts = {}
@@ -144,10 +144,11 @@ def schedule_rows(plan: Plan) -> ScheduleRows:
     """The predicted schedule, from the beginning of the step as far as it can be drawn."""
     trace = planned_trace(plan)
     shown = min(plan.num_submeshes, _MOST_SUBMESHES)
-    events = sorted(
-        (e for e in trace.events if e.lane == "compute" and e.submesh < shown),
-        key=lambda event: event.end_s,
-    )
+    events = []
+    for e in trace.events:
+        if e.lane == "compute" and e.submesh < shown:
+            events.append(e)
+    events.sort(key=lambda event: event.end_s)
     splits_backward = any(event.kind == TaskKind.BACKWARD_WEIGHT for event in events)
     rows: list[list[Segment]] = [[] for _ in range(shown)]
     # In order of time, so that all submeshes are cut off at the same moment.
@@ -164,7 +165,7 @@ def schedule_rows(plan: Plan) -> ScheduleRows:
         )
     return ScheduleRows(
         names=tuple(f"submesh {k}" for k in range(shown)),
-        rows=tuple(tuple(row) for row in rows),
+        rows=tuple(map(tuple, rows)),
         shown_s=events[min(len(events), _MOST_SEGMENTS) - 1].end_s if events else 0.0,
         step_time_s=trace.step_time_s,
         num_left_out=len(submesh_names(plan)) - shown,

@@ -27,9 +27,9 @@ def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
     by_devices: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in answer["kinds"]:
         by_devices.setdefault((row["devices"], row["grade"]), []).append(row)
-    parts: list[RenderableType] = [
-        _programs(devices, grade, rows) for (devices, grade), rows in by_devices.items()
-    ]
+    parts: list[RenderableType] = []
+    for (devices, grade), rows in by_devices.items():
+        parts.append(_programs(devices, grade, rows))
     if not parts:
         parts.append("It holds no measurements yet.")
     if answer["tables"]:
@@ -99,7 +99,7 @@ def draw_profiles(curves: Sequence[Mapping[str, Any]], folder: Path) -> list[Pat
         points = sorted(set().union(*curve["series"].values()))
         series = {}
         for name, values in curve["series"].items():
-            series[name] = [values.get(point) for point in points]
+            series[name] = list(map(values.get, points))
         line_chart(
             folder / f"{curve['file']}.png",
             title=curve["title"],

@@ -5,7 +5,7 @@ tables and plain data.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,15 +166,15 @@ def batch_table(search: BatchSearch) -> Group:
         highest += f"; {enough.global_batch} reaches {share:.1%} of it"
     lines.append(Text(f"  highest throughput of these    {fastest.global_batch}, {highest}"))
     lines.append(Text(""))
-    rows = [
-        {**row, "recompute": how_recomputed(trial.plan) if trial.plan else None}
-        for row, trial in zip(search.to_dict()["trials"], search.trials, strict=True)
-    ]
+    rows = []
+    for row, trial in zip(search.to_dict()["trials"], search.trials, strict=True):
+        row["step"] = format_seconds(row["step_time_s"]) if trial.plan else "does not fit"
+        rows.append({**row, "recompute": how_recomputed(trial.plan) if trial.plan else None})
     tried = table(
         "Tried",
         rows,
         Column("batch", "global_batch", number=True),
-        Column("step", _step, number=True),
+        Column("step", "step", number=True),
         Column("MFU", "mfu", "{:.1%}".format, number=True),
         Column(f"{what}/s", f"{what}_per_s", rate_said, number=True),
         Column("memory", memory_said, number=True),
@@ -183,10 +183,6 @@ def batch_table(search: BatchSearch) -> Group:
         narrow=True,
     )
     return Group(*lines, tried)
-
-
-def _step(row: Mapping[str, Any]) -> str:
-    return format_seconds(row["step_time_s"]) if row["feasible"] else "does not fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,11 +261,11 @@ class Sizing:
 
     def in_time(self, slower: float = 1.0) -> list[ClusterOption]:
         """Options that meet the deadline if steps take `slower` times the predicted time."""
-        return [
-            o
-            for o in self.options
-            if o.training_s is not None and o.training_s * slower <= self.by_s
-        ]
+        found = []
+        for o in self.options:
+            if o.training_s is not None and o.training_s * slower <= self.by_s:
+                found.append(o)
+        return found
 
     def choice(self, slower: float = 1.0) -> ClusterOption | None:
         """The cheapest option that meets the deadline; without prices, the one with the fewest
@@ -355,10 +351,8 @@ def sizing_table(sizing: Sizing) -> Group:
     best = f"{'cheapest' if sizing.prices else 'fewest hosts'} {meets} the deadline"
     if choice:
         lines.append(Text(f"  {best}  {_named(choice, money)}"))
-        lines += [Text(f"  {line}") for line in _sooner(choice, sizing)]
-        lines += [Text(f"  {line}") for line in _slack(choice, sizing.by_s)]
-    else:
-        lines += [Text(f"  {line}") for line in _none_in_time(sizing)]
+    for line in _beside(choice, sizing) if choice else _none_in_time(sizing):
+        lines.append(Text(f"  {line}"))
     lines += [Text(""), Text("If a step takes more or less than predicted", style="bold")]
     for slower in SLOWER:
         if slower != 1.0:
@@ -375,24 +369,31 @@ def sizing_table(sizing: Sizing) -> Group:
     batches = {examples_per_step(o.plan) for o in sizing.options if o.plan}
     varies = batches - {sizing.global_batch}
     rows = sizing.to_dict()["options"]
-    methods = [row["method"] or "does not fit" for row in rows]
+    for row in rows:
+        row["method"] = row["method"] or "does not fit"
+        row["in_time"] = "yes" if row["in_time"] else "no" if row["feasible"] else ""
+        price = row["price_per_hour"]
+        row["price_per_hour"] = NO_PRICE if price is None else _money(price)
+    what = "examples"
+    if any(o.plan and tokens_per_step(o.plan) for o in sizing.options):
+        what = "tokens"
     planned = table(
         "Planned",
         rows,
         Column("cluster", "cluster"),
         Column("batch", "global_batch", number=True, shown=varies),
-        Column("method", lambda row: row["method"] or "does not fit"),
+        Column("method", "method"),
         Column("step", "step_time_s", format_seconds, number=True),
-        Column(f"{_unit(sizing)}/s per device", "tokens_per_s_per_device", rate_said, number=True),
+        Column(f"{what}/s per device", "tokens_per_s_per_device", rate_said, number=True),
         Column("MFU", "mfu", "{:.1%}".format, number=True),
         Column("days", "training_s", lambda s: f"{s / _DAY_S:.1f}", number=True),
-        Column("in time", _in_time),
-        Column(f"per hour{unit}", _priced, number=True, shown=priced),
-        Column(f"cost{unit}", _cost, number=True, shown=priced),
+        Column("in time", "in_time"),
+        Column(f"per hour{unit}", "price_per_hour", number=True, shown=priced),
+        Column(f"cost{unit}", lambda row: row["cost"] or None, _rounded, number=True, shown=priced),
         narrow=True,
     )
-    rest = [Text(line) for line in explained_names(methods)]
-    rest += [Text(line) for line in _unknown_errors(sizing)]
+    rest = list(map(Text, explained_names(row["method"] for row in rows)))
+    rest += map(Text, _unknown_errors(sizing))
     if choice:
         rest.append(
             Text(
@@ -405,28 +406,13 @@ def sizing_table(sizing: Sizing) -> Group:
     return Group(*lines, planned, *rest)
 
 
-def _in_time(row: Mapping[str, Any]) -> str:
-    return "yes" if row["in_time"] else "no" if row["feasible"] else ""
-
-
-def _priced(row: Mapping[str, Any]) -> str:
-    """The price of an hour, or that there is none."""
-    price = row["price_per_hour"]
-    return NO_PRICE if price is None else _money(price)
-
-
-def _cost(row: Mapping[str, Any]) -> str:
-    return _rounded(row["cost"]) if row["cost"] else ""
-
-
 def _unknown_errors(sizing: Sizing) -> Iterator[str]:
     """The devices for which nothing tells how far predictions are off, or only steps on others."""
     by_device: dict[str, set[str]] = {}
     for option in sizing.options:
         if option.plan:
-            by_device.setdefault(Cluster.from_dict(option.plan.cluster).device.name, set()).add(
-                said_error(option.plan)
-            )
+            device = Cluster.from_dict(option.plan.cluster).device.name
+            by_device.setdefault(device, set()).add(said_error(option.plan))
     unknown = [device for device, said in by_device.items() if said == {UNKNOWN_ERROR}]
     if unknown:
         yield f"{', '.join(unknown)}: {UNKNOWN_ERROR}; no measured step was compared."
@@ -438,27 +424,24 @@ def _unknown_errors(sizing: Sizing) -> Iterator[str]:
             yield f"{device}: {'; '.join(known)}; none of its own was compared."
 
 
-def _sooner(choice: ClusterOption, sizing: Sizing) -> Iterator[str]:
-    """The option that is done much sooner at little more cost."""
-    if not choice.cost or not choice.training_s:
+def _beside(choice: ClusterOption, sizing: Sizing) -> Iterator[str]:
+    """The option that is done much sooner at little more cost, and how much longer steps of the
+    choice may take before the deadline is missed, beside the expected error.
+    """
+    if not choice.training_s:
         return
-    dearest, longest_s = (1 + _LITTLE) * choice.cost, choice.training_s / _MUCH_SOONER
-    others = [
-        o
-        for o in sizing.in_time()
-        if o.cost is not None and o.cost <= dearest and (o.training_s or math.inf) <= longest_s
-    ]
-    if others:
-        other = min(others, key=lambda o: o.training_s or math.inf)
+    dearest, longest_s = (1 + _LITTLE) * (choice.cost or 0.0), choice.training_s / _MUCH_SOONER
+    others = []
+    for o in sizing.in_time():
+        if o.cost is not None and o.cost <= dearest and (o.training_s or math.inf) <= longest_s:
+            others.append(o)
+    if others and choice.cost:
+        other = min(others, key=lambda each: each.training_s or math.inf)
         more = max((other.cost or 0.0) / choice.cost - 1, 0.0)
         yield f"much sooner for {more:.1%} more: {_named(other, sizing.currency)}"
-
-
-def _slack(choice: ClusterOption, by_s: float) -> Iterator[str]:
-    """How much longer steps may take before the deadline is missed, beside the expected error."""
-    if choice.plan is None or not choice.training_s:
+    if choice.plan is None:
         return
-    slack = by_s / choice.training_s - 1
+    slack = sizing.by_s / choice.training_s - 1
     known = expected_error(choice.plan)
     much = f"{slack:.0%} longer" if slack < _MANY else f"{1 + slack:.0f} times as long"
     text = f"{choice.cluster} is in time even if steps take {much}"
@@ -517,11 +500,6 @@ def _method(plan: Plan) -> str:
     chosen = chosen_candidate(plan)
     known = {"name": plan.method} if chosen is None else plan.provenance.candidates[chosen]
     return name_on_mesh({**known, "mesh": meshes(plan).removeprefix("mesh ").partition(" ")[0]})
-
-
-def _unit(sizing: Sizing) -> str:
-    has_tokens = any(o.plan and tokens_per_step(o.plan) for o in sizing.options)
-    return "tokens" if has_tokens else "examples"
 
 
 def _named(option: ClusterOption, currency: str = "", slower: float = 1.0) -> str:

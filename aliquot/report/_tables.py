@@ -101,10 +101,7 @@ class _Columns:
         self._header, self._rows, self._right, self._narrow = header, rows, right, narrow
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        natural = sum(
-            max(map(len, column)) for column in zip(self._header, *self._rows, strict=True)
-        )
-        narrow = self._narrow or natural + 3 * len(self._header) > options.max_width
+        narrow = self._narrow or _width(self._header, self._rows, 3) > options.max_width
         table = Table(
             box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1)
         )
@@ -159,7 +156,7 @@ class SectionTable:
         section = self._section
         if not section.rows:
             yield Text(section.title, style="bold" if section.remarks else "")
-        elif not section.parts or _natural_width(section) <= options.max_width:
+        elif not section.parts or _width(section.header, section.rows, 2) <= options.max_width:
             yield columns(
                 section.title,
                 section.header,
@@ -177,7 +174,6 @@ class SectionTable:
             yield ""
 
 
-def _natural_width(section: Section) -> int:
-    return sum(
-        max(map(len, column)) + 2 for column in zip(section.header, *section.rows, strict=True)
-    )
+def _width(header: Sequence[str], rows: Iterable[Sequence[str]], space: int) -> int:
+    """The columns of a table that is not broken anywhere, `space` behind each."""
+    return sum(max(map(len, column)) + space for column in zip(header, *rows, strict=True))

@@ -82,22 +82,23 @@ def _costs(plan: Plan) -> StageCosts:
     """The predicted costs of a plan's stages, for the simulation."""
     from ..cost import StageCosts
 
-    predictions = [stage.prediction for stage in plan.stages if stage.prediction]
-    weights = np.array([p.weight_gradient_s for p in predictions])
+    rows = []
+    for p in (stage.prediction for stage in plan.stages):
+        if p:
+            back_s = p.transfer_s if p.transfer_back_s is None else p.transfer_back_s
+            input_s = max(p.backward_s - p.weight_gradient_s, 0.0)
+            gradients_s = input_s, p.weight_gradient_s
+            rows.append((p.forward_s, *gradients_s, p.update_s, p.transfer_s, back_s))
+    forward_s, input_s, weight_s, update_s, transfer_s, back_s = np.array(rows).T
     # A timeline shows no memory.
-    nothing = np.zeros(len(predictions))
+    nothing = np.zeros(len(rows))
     return StageCosts(
-        forward_s=np.array([p.forward_s for p in predictions]),
-        backward_input_s=np.maximum(np.array([p.backward_s for p in predictions]) - weights, 0.0),
-        backward_weight_s=weights,
-        update_s=np.array([p.update_s for p in predictions]),
-        transfer_s=np.array([p.transfer_s for p in predictions[:-1]]),
-        transfer_back_s=np.array(
-            [
-                p.transfer_s if p.transfer_back_s is None else p.transfer_back_s
-                for p in predictions[:-1]
-            ]
-        ),
+        forward_s=forward_s,
+        backward_input_s=input_s,
+        backward_weight_s=weight_s,
+        update_s=update_s,
+        transfer_s=transfer_s[:-1],
+        transfer_back_s=back_s[:-1],
         state_bytes=nothing,
         in_flight_bytes=nothing,
         working_bytes=nothing,

@@ -34,7 +34,7 @@ def verification(figures: Mapping[str, Any]) -> Group:
             parts += [Text(""), Text(f"Stage {index}", style="bold")]
         parts += [Facts(_facts(figures, stage)), Text(""), *_tables(stage)]
     if figures["remarks"]:
-        parts += [Text(""), *(Text(remark) for remark in figures["remarks"])]
+        parts += [Text(""), *map(Text, figures["remarks"])]
     return Group(*parts)
 
 
@@ -60,7 +60,7 @@ def _facts(figures: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterable[tup
         again = " (kept from an earlier run)" if stage["cached"] else ""
         yield "compiled in", f"{format_seconds(stage['compile_s'])}{again}"
     if stage["programs"]:
-        yield "programs", "; ".join(_program(each) for each in stage["programs"])
+        yield "programs", "; ".join(map(_program, stage["programs"]))
     elif stage["compiler_compute_s"]:
         kernels_s, attention_s = stage["compiler_compute_s"], figures["predicted_attention_s"]
         more = ""
@@ -147,36 +147,32 @@ def _memory_rows(
     """The parts of predicted and compiled memory side by side. The parts of one row do not
     correspond, because the compiler decides itself where it stores what.
     """
-    rest = {name: value for name, value in predicted.items() if name != "arguments"}
+    rest = dict(predicted)
+    arguments = rest.pop("arguments")
     left = sorted(rest.items(), key=lambda item: -item[1])
-    left.append(("together", sum(rest.values())))
-    left.append(("(arguments)", predicted["arguments"]))
+    left += [("together", sum(rest.values())), ("(arguments)", arguments)]
     if "residuals" in compiled:
         # Contents of a pipeline stage's memory at its fullest moment.
         held = [(words, compiled[kind]) for kind, words in _HELD.items() if compiled[kind]]
         right = [*sorted(held, key=lambda row: -row[1]), ("together", compiled["peak"])]
     else:
-        right = _buffer_rows(compiled)
+        unshared = compiled["outputs"] - compiled["aliases"]
+        right = [
+            ("arguments", compiled["arguments"]),
+            ("temporaries", compiled["temporaries"]),
+            ("outputs that reuse no input's memory", unshared),
+            ("together", compiled["peak"]),
+            ("(outputs that reuse an input's memory)", compiled["aliases"]),
+        ]
+        # Compilers for CPUs count the arguments alone.
+        if compiled["in_use_at_once"] > compiled["arguments"]:
+            right.append(("(most in use at once)", compiled["in_use_at_once"]))
     count = max(len(left), len(right))
     shown = []
     for side in (left, right):
         said = [(name_of_part(name), format_bytes(value)) for name, value in side]
         shown.append([*said, *[("", "")] * (count - len(side))])
     return [(*a, *b) for a, b in zip(*shown, strict=True)]
-
-
-def _buffer_rows(compiled: Mapping[str, float]) -> list[tuple[str, float]]:
-    rows = [
-        ("arguments", compiled["arguments"]),
-        ("temporaries", compiled["temporaries"]),
-        ("outputs that reuse no input's memory", compiled["outputs"] - compiled["aliases"]),
-        ("together", compiled["peak"]),
-        ("(outputs that reuse an input's memory)", compiled["aliases"]),
-    ]
-    # Compilers for CPUs count the arguments alone.
-    if compiled["in_use_at_once"] > compiled["arguments"]:
-        rows.append(("(most in use at once)", compiled["in_use_at_once"]))
-    return rows
 
 
 _HELD = {

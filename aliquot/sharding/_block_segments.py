@@ -98,8 +98,7 @@ def find_segments(
     limits = ((_SHORTEST, _LONGEST), (1, _LONGEST), (1, len(of_block)))
     covers = (
         _cover(of_block, is_boundary, num_options, *lengths, alike=alike)
-        for alike in (False, True)
-        for lengths in limits
+        for alike, lengths in itertools.product((False, True), limits)
     )
     starts = next(cover for cover in covers if cover is not None)
     pieces = _pieces(of_block, starts)
@@ -112,20 +111,15 @@ def find_segments(
     return Segments(
         blocks=tuple(blocks),
         kinds=kinds,
-        sequence=tuple([kinds.index(piece) for piece in pieces]),
-        entries=tuple(
-            [
-                tuple([op for op, _ in instances[a:b]])
-                for a, b in zip(starts, [*starts[1:], len(instances)], strict=True)
-            ]
-        ),
+        sequence=tuple(map(kinds.index, pieces)),
+        entries=tuple(_pieces([op for op, _ in instances], starts)),
     )
 
 
-def _pieces(of_block: Sequence[int], starts: Sequence[int]) -> list[tuple[int, ...]]:
-    """The blocks of each segment."""
-    ends = [*starts[1:], len(of_block)]
-    return [tuple(of_block[a:b]) for a, b in zip(starts, ends, strict=True)]
+def _pieces(things: Sequence[int], starts: Sequence[int]) -> list[tuple[int, ...]]:
+    """The blocks of each segment, or their entries."""
+    ends = [*starts[1:], len(things)]
+    return [tuple(things[a:b]) for a, b in zip(starts, ends, strict=True)]
 
 
 def segment_layers(graph: Graph, segments: Segments) -> Layers:
@@ -142,11 +136,10 @@ def segment_layers(graph: Graph, segments: Segments) -> Layers:
 
 def entry_operators(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> list[tuple[int, int]]:
     """Operators that are entries, in program order, each with its block."""
-    return sorted(
-        block_by_operator(
-            nodes, {e: k for k, block in enumerate(blocks) for e in block.entries}
-        ).items()
-    )
+    block_of: dict[int, int] = {}
+    for k, block in enumerate(blocks):
+        block_of.update(dict.fromkeys(block.entries, k))
+    return sorted(block_by_operator(nodes, block_of).items())
 
 
 def _cover(
@@ -169,7 +162,10 @@ def _cover(
     def combinations(kinds: frozenset[tuple[int, ...]]) -> int:
         # Kinds are measured one by one, so their combinations add up; only options inside one kind
         # multiply.
-        return sum(math.prod(num_options[b] for b in set(kind)) for kind in kinds)
+        total = 0
+        for kind in kinds:
+            total += math.prod(num_options[b] for b in set(kind))
+        return total
 
     reached: list[dict[frozenset[tuple[int, ...]], tuple[int, ...]]] = [
         {} for _ in range(count + 1)

@@ -58,9 +58,10 @@ def find_blocks(
     if factors not in BLOCK_FACTORS:
         raise InputError(f"factors={factors!r}: {nearest(factors, BLOCK_FACTORS)}")
     finder = _Finder(graph, nodes)
-    return tuple(
-        finder.block(entries, products, factors) for entries, products in finder.partition()
-    )
+    found = []
+    for entries, products in finder.partition():
+        found.append(finder.block(entries, products, factors))
+    return tuple(found)
 
 
 class _Finder:
@@ -87,9 +88,10 @@ class _Finder:
         self.products: dict[int, Node] = {n.index: n for n in nodes.nodes if is_product(n)}
         inputs = zip(graph.inputs, nodes.input_ports, strict=True)
         # Parameters that nothing reads have no node.
-        parameter_nodes: set[int] = {
-            port.node for item, port in inputs if item.role is Role.PARAMETER and port.node >= 0
-        }
+        parameter_nodes: set[int] = set()
+        for item, port in inputs:
+            if item.role is Role.PARAMETER and port.node >= 0:
+                parameter_nodes.add(port.node)
         self.operands: dict[int, list[Edge]] = defaultdict(list)
         self.results: dict[int, list[Edge]] = defaultdict(list)
         self.readers: dict[int, list[Edge]] = defaultdict(list)
@@ -172,9 +174,10 @@ class _Finder:
         # Blocks under construction are sets of parameters; `owner` is each product's parameter.
         owner = self._parameter_of_product()
         self.with_parameter = frozenset(owner)
-        entries = [
-            p for p, node in self.products.items() if p in owner and node.phase is Phase.FORWARD
-        ]
+        entries = []
+        for p, node in self.products.items():
+            if p in owner and node.phase is Phase.FORWARD:
+                entries.append(p)
         blocks: DisjointSets[int] = DisjointSets()
         self._join_by_shared_sums(entries, owner, blocks)
         self._join_by_batch(entries, owner, blocks)
@@ -187,14 +190,14 @@ class _Finder:
         for root, ps in members.items():
             starts[root] = min((p for p in ps if p in entries), default=-1)
         self._add_products_of_activations(owner, blocks, members, starts)
-        self.block_of = {product: root for root, ps in members.items() for product in ps}
-        return [
-            (
-                [p for p in members[root] if p in entries and owner[p] == owner[start]],
-                sorted(members[root]),
-            )
-            for start, root in sorted((s, r) for r, s in starts.items() if s >= 0)
-        ]
+        self.block_of = {}
+        for root, ps in members.items():
+            self.block_of.update(dict.fromkeys(ps, root))
+        found = []
+        for start, root in sorted((s, r) for r, s in starts.items() if s >= 0):
+            own = [p for p in members[root] if p in entries and owner[p] == owner[start]]
+            found.append((own, sorted(members[root])))
+        return found
 
     def _parameter_of_product(self) -> dict[int, int]:
         """Step 1: for each product the parameter that it multiplies by or makes the gradient of.
@@ -207,10 +210,10 @@ class _Finder:
             for e in self.operands[product]:
                 if e.source in self.parameters:
                     touched.add(self.parameters[e.source])
-            gradients = [
-                e for e in self.results[product] if e.gradient or e.target in self.parameters
-            ]
-            touched |= {self.parameter_of_gradient.get(e.target, -1) for e in gradients} - {-1}
+            for e in self.results[product]:
+                if e.gradient or e.target in self.parameters:
+                    touched.add(self.parameter_of_gradient.get(e.target, -1))
+            touched.discard(-1)
             if len(touched) == 1:
                 owner[product] = touched.pop()
         return owner
@@ -269,15 +272,15 @@ class _Finder:
             for product in self.products:
                 if product in owner:
                     continue
-                neighbours = [e.source for e in self.operands[product]] + [
-                    e.target for e in self.results[product]
-                ]
-                roots = {self._only_owner(n, owner, blocks) for n in neighbours}
-                candidates = sorted(
-                    (starts[r], r) for r in roots if r is not None and starts[r] >= 0
-                )
+                neighbours = {e.source for e in self.operands[product]}
+                neighbours |= {e.target for e in self.results[product]}
+                candidates = []
+                for node in neighbours:
+                    root = self._only_owner(node, owner, blocks)
+                    if root is not None and starts[root] >= 0:
+                        candidates.append((starts[root], root))
                 if candidates:
-                    _, first_root = candidates[0]
+                    _, first_root = min(candidates)
                     owner[product] = first_root
                     members[first_root].append(product)
                     has_changed = True
@@ -317,11 +320,9 @@ class _Finder:
                 pairs = _pairs(result.source_projection, result.target_projection)
                 theirs |= {there for here, there in pairs if self._in_all(maker, here)}
             elif maker == edge.source:
-                theirs |= {
-                    here
-                    for here in range(len(result.source_projection))
-                    if self._in_all(maker, here)
-                }
+                for here in range(len(result.source_projection)):
+                    if self._in_all(maker, here):
+                        theirs.add(here)
         return bool(mine & theirs)
 
     def _in_all(self, product: int, factor: int) -> bool:
@@ -338,54 +339,61 @@ class _Finder:
         entry = entries[0]
         # Factors of nodes that are split together: joined along every edge that a split follows.
         classes: DisjointSets[NodeFactor] = DisjointSets()
+
+        def join(edge: Edge) -> None:
+            for a, b in _pairs(edge.source_projection, edge.target_projection):
+                classes.join((edge.source, a), (edge.target, b))
+
+        def roots_of(product: int) -> list[NodeFactor]:
+            return [classes.root((product, f)) for f in range(len(self.products[product].factors))]
+
         for product in products:
             for edge in self.operands[product]:
-                links = _pairs(edge.source_projection, edge.target_projection)
-                classes.join_all(((edge.source, a), (product, b)) for a, b in links)
+                join(edge)
             weights = self._weights_of(product)
             # Between a weight and the product stand its casts and transposes, which pass its split
             # on.
-            for edge in [
-                e for e in self.nodes.edges if e.target in weights and e.kind == "parameter"
-            ]:
-                links = _pairs(edge.source_projection, edge.target_projection)
-                classes.join_all(((edge.source, a), (edge.target, b)) for a, b in links)
+            for edge in self.nodes.edges:
+                if edge.target in weights and edge.kind == "parameter":
+                    join(edge)
             # A gradient may be split otherwise than the product that makes it, as ZeRO does.
             for edge in self.results[product]:
                 if not edge.gradient:
-                    links = _pairs(edge.source_projection, edge.target_projection)
-                    classes.join_all(((product, a), (edge.target, b)) for a, b in links)
+                    join(edge)
         # A recomputed product is split as in the forward pass, although no array passes from one to
         # the other.
         for product, again in self._repeated(products):
-            classes.join_all(
-                ((product, f), (again, f)) for f in range(len(self.products[product].factors))
-            )
-        of_entry = [classes.root((entry, f)) for f in range(len(self.products[entry].factors))]
+            for f in range(len(self.products[product].factors)):
+                classes.join((product, f), (again, f))
+        of_entry = roots_of(entry)
         linked = {}
         for product in products:
-            roots = [classes.root((product, f)) for f in range(len(self.products[product].factors))]
+            roots = roots_of(product)
             # Where a factor of the entry would split two factors of the product, it splits neither:
             # one mesh axis cannot split both.
             linked[product] = tuple(
                 [roots.index(r) if roots.count(r) == 1 else -1 for r in of_entry]
             )
-        behind = [
-            p for p in products if factors == "all" and self.products[p].phase is not Phase.FORWARD
-        ]
+        behind, gradients, parameters, handed_over = [], [], set(), {}
+        for p in products:
+            parameters.update([self.parameters[w] for w in self._weights_of(p)])
+            if handed := self._handed_over(p):
+                handed_over[p] = handed
+            if factors == "all" and self.products[p].phase is not Phase.FORWARD:
+                behind.append(p)
+                if any(e.gradient for e in self.results[p]):
+                    gradients.append(p)
         return ParallelBlock(
             entry=entry,
             entries=tuple(entries),
             products=tuple(products),
-            parameters=tuple(
-                sorted({self.parameters[w] for p in products for w in self._weights_of(p)})
-            ),
+            parameters=tuple(sorted(parameters)),
             factors=tuple(self._factors_to_split(entry, factors)),
             may_repeat=factors == "all",
             linked=linked,
-            handed_over={p: handed for p in products if (handed := self._handed_over(p))},
+            handed_over=handed_over,
             exchanging=frozenset(behind),
-            gradients=frozenset(p for p in behind if any(e.gradient for e in self.results[p])),
+            gradients=frozenset(gradients),
         )
 
     def _handed_over(self, product: int) -> frozenset[int]:
@@ -413,13 +421,12 @@ class _Finder:
                 continue
             by_group = dict(mine)
             for maker in self.makers[edge.source]:
-                for result in [e for e in self.results[maker] if e.target == edge.source]:
-                    pairs = _pairs(result.source_projection, result.target_projection)
-                    yield from (
-                        (maker, by_group[group], there)
-                        for there, group in pairs
-                        if group in by_group
-                    )
+                for result in self.results[maker]:
+                    if result.target == edge.source:
+                        pairs = _pairs(result.source_projection, result.target_projection)
+                        for there, group in pairs:
+                            if group in by_group:
+                                yield maker, by_group[group], there
         for edge in self.results[product]:
             mine = _pairs(edge.target_projection, edge.source_projection)
             if edge.target in self.products:
@@ -428,11 +435,9 @@ class _Finder:
             by_group = dict(mine)
             for read in self.readers[edge.target]:
                 pairs = _pairs(read.target_projection, read.source_projection)
-                yield from (
-                    (read.target, by_group[group], there)
-                    for there, group in pairs
-                    if group in by_group
-                )
+                for there, group in pairs:
+                    if group in by_group:
+                        yield read.target, by_group[group], there
 
     def _repeated(self, products: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Pairs of a product and its recomputation in the backward pass.

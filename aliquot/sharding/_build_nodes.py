@@ -111,14 +111,10 @@ def _token_sum(naming: NodeIndex, op_class: int) -> TokenSum:
             if rule.contracts
             else naming.slot_port(cuts.operand_slot(op_class, value_class))
         )
-    return TokenSum(
-        op_class=op_class,
-        operands=tuple(operands),
-        summed=tuple(
-            frozenset(d for d, letters in enumerate(dims) if letters[0] in rule.reduced)
-            for dims in rule.operands
-        ),
-    )
+    summed = []
+    for dims in rule.operands:
+        summed.append(frozenset(d for d, c in enumerate(dims) if c[0] in rule.reduced))
+    return TokenSum(op_class=op_class, operands=tuple(operands), summed=tuple(summed))
 
 
 def _whole_operators(naming: NodeIndex) -> Iterator[WholeOperator]:
@@ -180,27 +176,21 @@ def _node(naming: NodeIndex, index: NodeId) -> Node:
     # The input that a group holds, or its first array.
     values = [naming.slot_value[s] for s in slots]
     named = [v for v in values if naming.cuts.producer[v] is None]
+    # Equal labels are numbered.
+    seen: Counter[str] = Counter()
+    factors = []
+    for size, label, (_, op) in zip(sizes, labels, shortest, strict=True):
+        seen[label] += 1
+        distinct = label if seen[label] == 1 else f"{label}#{seen[label]}"
+        factors.append(Factor(size=size, label=distinct, shortest=op))
     return Node(
         index=index,
         label=naming.label_of_value((named or values)[0]),
         kind=kind,
-        factors=tuple(
-            Factor(size=size, label=label, shortest=op)
-            for size, label, (_, op) in zip(sizes, _distinct(labels), shortest, strict=True)
-        ),
+        factors=tuple(factors),
         copies=max(len(naming.cuts.folding.value_members[naming.slot_value[s]]) for s in slots),
         collectives=group_collectives(naming, index),
     )
-
-
-def _distinct(labels: list[str]) -> list[str]:
-    """Labels made distinct: equal ones are numbered."""
-    seen: Counter[str] = Counter()
-    distinct = []
-    for label in labels:
-        seen[label] += 1
-        distinct.append(label if seen[label] == 1 else f"{label}#{seen[label]}")
-    return distinct
 
 
 def _sites(naming: NodeIndex) -> list[Site]:
@@ -221,15 +211,13 @@ def _sites(naming: NodeIndex) -> list[Site]:
         # pin.
         if op.is_link:
             continue
+        result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
         if rule.contracts:
             operands = tuple(
                 naming.product_port(op_class, rule.operands[k]) if isinstance(i, int) else None
                 for k, i in enumerate(op.inputs)
             )
             results = []
-            result_classes = [
-                int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs
-            ]
             for position, value_class in enumerate(result_classes):
                 port = naming.result_port(op_class, position)
                 landed = naming.landed_ports(value_class) if value_class >= 0 else []
@@ -254,7 +242,6 @@ def _sites(naming: NodeIndex) -> list[Site]:
             pins = crosses and not exchange.rolls and not cuts.by_product(value_class)
             if slot is not None and (pins or not is_declared(op)):
                 pinned[position] = naming.slot_port(slot)
-        result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
         # Products read through transposes: what is converted for them is the array before the
         # transpose.
         feeds_product = []
@@ -263,25 +250,22 @@ def _sites(naming: NodeIndex) -> list[Site]:
                 v in readers and cuts.home(v) is not None and op.name != "transpose"
             )
         # Without pins on both sides the compiler would gather what is to be exchanged.
-        exchanged = [
-            exchange.at(True, k) >= 0 and v not in cuts.exchanges.uneven
-            for k, v in enumerate(result_classes)
-        ]
+        exchanged = []
+        for k, v in enumerate(result_classes):
+            exchanged.append(exchange.at(True, k) >= 0 and v not in cuts.exchanges.uneven)
         if any(p is not None for p in pinned) or any(feeds_product) or any(exchanged):
-            feeding = list(zip(result_classes, feeds_product, exchanged, strict=True))
+            made: list[tuple[Port, ...]] = []
+            reading: list[tuple[Port, ...]] = []
+            for v, feeds, always in zip(result_classes, feeds_product, exchanged, strict=True):
+                made.append((naming.class_port(v),) if feeds or always else ())
+                reading.append(tuple(readers[v]) if feeds and not always else ())
             sites.append(
                 Site(
                     op_class=op_class,
                     operands=tuple(pinned),
                     sources=_sources(naming, op_class, pinned),
-                    results=tuple(
-                        (naming.class_port(v),) if feeds or always else ()
-                        for v, feeds, always in feeding
-                    ),
-                    readers=tuple(
-                        tuple(readers[v]) if feeds and not always else ()
-                        for v, feeds, always in feeding
-                    ),
+                    results=tuple(made),
+                    readers=tuple(reading),
                 )
             )
     return sites
@@ -339,9 +323,10 @@ def _product_readers(naming: NodeIndex) -> dict[int, list[Port]]:
             elif cuts.first[op_class].name == "scan_stack":
                 port = naming.slot_port(cuts.operand_slot(op_class, value_class))
                 stacked.setdefault(value_class, []).append(port)
-    return {
-        value_class: ports + stacked.get(value_class, []) for value_class, ports in readers.items()
-    }
+    found = {}
+    for value_class, ports in readers.items():
+        found[value_class] = ports + stacked.get(value_class, [])
+    return found
 
 
 def _batch_factors(
@@ -364,9 +349,10 @@ def _batch_factors(
             if dim in port.projection:
                 roots.append((port.node, port.projection.index(dim)))
                 break
-    parameter_nodes = {
-        naming.value_port(i.value).node for i in graph.inputs if i.role is Role.PARAMETER
-    }
+    parameter_nodes = set()
+    for i in graph.inputs:
+        if i.role is Role.PARAMETER:
+            parameter_nodes.add(naming.value_port(i.value).node)
     ways = Adjacency(
         e
         for e in edges.edges

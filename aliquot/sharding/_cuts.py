@@ -10,11 +10,24 @@ in whatever split their users want.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..graph import Block, Call, DimRule, Folding, Graph, Op, Phase, Role, ValueId, traits_of
+from ..graph import (
+    Block,
+    Call,
+    DimRule,
+    Folding,
+    Graph,
+    Op,
+    Phase,
+    Role,
+    ValueId,
+    traits_of,
+    value_ids,
+)
 from ._dim_rule import dim_rule
 from ._exchanges import Exchanges, Place, find_exchanges
 from ._ids import SlotId
@@ -50,7 +63,7 @@ def dims_of_batch(
         return found
     first_reader: dict[int, int] = {}
     for place, op_class in enumerate(order):
-        for v in (v for read in sources[op_class] for v in read):
+        for v in itertools.chain(*sources[op_class]):
             first_reader.setdefault(v, place)
     again = True
     # Again where a layer reads what an equal one made, and where a loop carries examples.
@@ -58,19 +71,20 @@ def dims_of_batch(
         again = False
         for place, op_class in enumerate(order):
             op, rule = graph.ops[folding.members[op_class][0]], rules[op_class]
-            arrays = [
-                (v, rule.operands[k]) for k, read in enumerate(sources[op_class]) for v in read
-            ]
-            letters = {letter for v, dims in arrays for dim in found[v] for letter in dims[dim]} - {
-                "1"
-            }
+            arrays = []
+            for k, read in enumerate(sources[op_class]):
+                for v in read:
+                    arrays.append((v, rule.operands[k]))
+            letters: set[str] = set()
+            for v, dims in arrays:
+                letters.update(*(dims[dim] for dim in found[v]))
+            letters.discard("1")
             if not letters:
                 continue
-            made = [
-                (int(value_class[out]), dims)
-                for out, dims in zip(op.outputs, rule.results, strict=True)
-                if out >= 0
-            ]
+            made = []
+            for out, dims in zip(op.outputs, rule.results, strict=True):
+                if out >= 0:
+                    made.append((int(value_class[out]), dims))
             # What a loop carries holds the same in its first turn.
             made += arrays if op.name == "tie" else []
             for v, dims in made:
@@ -132,20 +146,16 @@ class Cuts:
     def __post_init__(self) -> None:
         values = self.graph.values
         self._shapes = [values[members[0]].shape for members in self.folding.value_members]
-        self._reads = [
-            tuple(
-                [
-                    (position, value_class, count)
-                    for position, counter in enumerate(counters)
-                    for value_class, count in counter.items()
-                ]
-            )
-            for counters in self.sources
-        ]
+        self._reads: list[tuple[tuple[int, int, int], ...]] = []
+        for counters in self.sources:
+            read = []
+            for position, counter in enumerate(counters):
+                for value_class, count in counter.items():
+                    read.append((position, value_class, count))
+            self._reads.append(tuple(read))
         self._on_examples = []
-        for reads, op in zip(self._reads, self.first, strict=True):
-            made = [int(self.folding.value_class[o]) for o in op.outputs if o >= 0]
-            touched = (*made, *(v for _, v, _ in reads))
+        for op_class, reads in enumerate(self._reads):
+            touched = (*self.made(op_class), *(v for _, v, _ in reads))
             self._on_examples.append(any(self.batch_dims[v] for v in touched))
 
     def shape(self, value_class: int) -> tuple[int, ...]:
@@ -220,7 +230,7 @@ class Cuts:
         op = self.first[op_class]
         if op.phase is Phase.UPDATE:
             return "main" if self.on_examples(op_class) else "update"
-        fresh = any(o >= 0 and self.fresh[int(self.folding.value_class[o])] for o in op.outputs)
+        fresh = any(self.fresh[v] for v in self.made(op_class))
         return "update" if fresh else "main"
 
     def on_examples(self, op_class: int) -> bool:
@@ -250,17 +260,16 @@ class Cuts:
 
     def makes_param_only(self, op_class: int) -> bool:
         """True if an operator computes on parameters alone."""
-        return any(
-            o >= 0 and self.param_only[int(self.folding.value_class[o])]
-            for o in self.first[op_class].outputs
-        )
+        return any(self.param_only[v] for v in self.made(op_class))
 
     def made_of_constants(self, op_class: int) -> bool:
         """True if all results of an operator are made of constants alone."""
-        result_classes = [
-            int(self.folding.value_class[o]) for o in self.first[op_class].outputs if o >= 0
-        ]
-        return all(self.const_only[v] for v in result_classes)
+        return all(self.const_only[v] for v in self.made(op_class))
+
+    def made(self, op_class: int) -> list[int]:
+        """The value classes of the results of an operator class."""
+        outputs = value_ids(self.first[op_class].outputs)
+        return [int(self.folding.value_class[o]) for o in outputs]
 
     def operands(self, op_class: int) -> tuple[tuple[int, int, int], ...]:
         """`(position, value class, how many copies read it)` of an operator class; literals are
@@ -271,12 +280,16 @@ class Cuts:
 
 def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
     """Cut a folded graph. Raises `MissingRuleError` for an operator without a rule."""
-    first = [graph.ops[members[0]] for members in folding.members]
-    rules = [dim_rule(op, graph, on_missing_rule=on_missing_rule) for op in first]
+    first, rules = [], []
+    for members in folding.members:
+        first.append(graph.ops[members[0]])
+        rules.append(dim_rule(first[-1], graph, on_missing_rule=on_missing_rule))
     const_only, param_only = _origins(graph)
     by_value = folding.value_members
     producer: list[tuple[int, int] | None] = [None] * len(by_value)
-    sources: list[list[Counter[int]]] = [[Counter() for _ in op.inputs] for op in first]
+    sources: list[list[Counter[int]]] = []
+    for op in first:
+        sources.append([Counter() for _ in op.inputs])
     classes = folding.value_class.tolist()
     for op_class, op in enumerate(first):
         for position, out in enumerate(op.outputs):
@@ -319,12 +332,8 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
             # operator reads it.
             value_class = classes[output.value]
             shape = cuts.shape(value_class)
-            keys = [("landed", value_class, zone) for zone in ("main", "update")]
-            if (
-                shape
-                and cuts.by_product(value_class)
-                and not any(k in cuts.slots.by_key for k in keys)
-            ):
+            keys = ("landed", value_class, "main"), ("landed", value_class, "update")
+            if shape and cuts.by_product(value_class) and cuts.slots.by_key.keys().isdisjoint(keys):
                 cuts.slots.get(keys[0], shape)
     return cuts
 
@@ -340,7 +349,7 @@ def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:
     for item in graph.inputs:
         param[item.value] = item.role is Role.PARAMETER
     for op in graph.ops:
-        inputs = [i for i in op.inputs if isinstance(i, int)]
+        inputs = value_ids(op.inputs)
         # A loop's carry may start as a constant, but does not stay one.
         is_const = all(const[i] for i in inputs) and op.name != "tie"
         largest = max((graph.values[i].num_bytes for i in inputs if param[i]), default=0)
@@ -371,7 +380,7 @@ def taken_by_regions(block: Block) -> Iterator[ValueId]:
     for item in block.items:
         if isinstance(item, Call):
             if item.kind == "remat":
-                yield from (i for i in item.blocks[0].inputs if isinstance(i, int))
+                yield from value_ids(item.blocks[0].inputs)
             for inner in item.blocks:
                 yield from taken_by_regions(inner)
 
@@ -381,15 +390,14 @@ def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
     were only rearranged since; and those that have ended and are added up, as those of a bias that
     is used twice are, with all that happens to them before.
     """
-    value_class = cuts.folding.value_class
-    made = [[int(value_class[o]) for o in op.outputs if o >= 0] for op in cuts.first]
+    made = list(map(cuts.made, range(len(cuts.first))))
     reads = []
     for c in range(len(cuts.first)):
         reads.append([v for _, v, _ in cuts.operands(c)])
-    rearranging = [rearranges(op) for op in cuts.first]
+    rearranging = list(map(rearranges, cuts.first))
     adding = [traits_of(op.name).adds for op in cuts.first]
     # Sums of products alone need no other cut than those behind the products.
-    of_products = [cuts.by_product(v) for v in range(len(cuts.fresh))]
+    of_products = list(map(cuts.by_product, range(len(cuts.fresh))))
     for op_class in order:
         if (adding[op_class] or rearranging[op_class]) and reads[op_class]:
             only_products = all(of_products[v] for v in reads[op_class])

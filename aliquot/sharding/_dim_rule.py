@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..core import InputError, MissingRuleError
-from ..graph import DimRule, Graph, HasShape, Literal, Op, Operand, declared_rule, whole
+from ..graph import DimRule, Graph, HasShape, Literal, Op, Value, declared_rule, whole
 from ._infer import infer_rule
 
 _WITHOUT_RULE = ("infer", "error", "replicate")
@@ -24,9 +24,18 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule
         MissingRuleError: no rule is registered for the primitive, and "error" is asked for.
     """
     if on_missing_rule not in _WITHOUT_RULE:
-        known = ", ".join(f'"{word}"' for word in _WITHOUT_RULE)
-        raise InputError(f"on_missing_rule is {on_missing_rule!r}, and can be {known}.")
-    operands = [o if isinstance(o, Literal) else graph.values[o] for o in op.inputs]
+        words = ", ".join(f'"{word}"' for word in _WITHOUT_RULE)
+        raise InputError(f"on_missing_rule is {on_missing_rule!r}, and can be {words}.")
+    operands: list[Literal | Value] = []
+    # As rules see them: constants of the step have their values.
+    given: list[HasShape] = []
+    for o in op.inputs:
+        value = o if isinstance(o, Literal) else graph.values[o]
+        operands.append(value)
+        if not isinstance(o, Literal) and o in graph.constants:
+            known = graph.constants[o]
+            value = Literal(value=known, shape=value.shape, dtype=value.dtype)
+        given.append(value)
     results = []
     for o, v in zip(
         op.outputs,
@@ -36,7 +45,7 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule
         results.append(graph.values[o].shape if o >= 0 else tuple(v.aval.shape))
     fn = declared_rule(op.name)
     if fn is not None:
-        return fn([_known(o, graph) for o in op.inputs], results, op.params)
+        return fn(given, results, op.params)
     if on_missing_rule == "infer" and op.eqn is not None:
         return infer_rule(op.eqn, operands, results) or whole(operands, results)
     if on_missing_rule == "replicate":
@@ -51,16 +60,6 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule
         " small arrays, or "
         'on_missing_rule="replicate" to run it whole on every device.'
     )
-
-
-def _known(operand: Operand, graph: Graph) -> HasShape:
-    """An operand as a rule sees it: constants of the step have their values."""
-    if isinstance(operand, Literal):
-        return operand
-    value = graph.values[operand]
-    if operand not in graph.constants:
-        return value
-    return Literal(value=graph.constants[operand], shape=value.shape, dtype=value.dtype)
 
 
 def is_declared(op: Op) -> bool:
@@ -89,7 +88,7 @@ def inferred_rules(graph: Graph) -> tuple[Inferred, ...]:
             rule = dim_rule(op, graph)
             key = op.name, rule.text
             counts[key] = bool(rule.factors), counts.get(key, (False, 0))[1] + 1
-    return tuple(
-        Inferred(primitive=name, text=text, splits=splits, count=count)
-        for (name, text), (splits, count) in counts.items()
-    )
+    found = []
+    for (name, text), (splits, count) in counts.items():
+        found.append(Inferred(primitive=name, text=text, splits=splits, count=count))
+    return tuple(found)

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from jax.lax import GatherScatterMode
 from numpy.typing import NDArray
@@ -24,6 +25,32 @@ from ._nodes import Edge, Port
 
 if TYPE_CHECKING:
     from ._node_index import NodeIndex
+
+
+class _Conversion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """An array that may change its split on its way; fields that have no explanation are those of
+    its `Edge`.
+
+    Attributes:
+        value_class: of the array.
+        copies: numbers of the values of this class that are read.
+        region: of the operator that reads or makes it.
+        shared_as: key under which it shares conversions; by default that of its class.
+    """
+
+    value_class: int
+    count: float
+    copies: frozenset[int]
+    phase: Phase
+    region: int
+    gradient: bool
+    kind: str
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    deferrable: bool = False
+    over_tokens: bool = False
+    label: str = ""
+    shared_as: Hashable = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,18 +98,20 @@ class EdgeBuilder:
             )
             root, target = self._before_transposes(value_class, target)
             self._add(
-                root,
                 self.naming.class_port(root),
                 target,
-                count=count * op.trips,
-                copies=copies,
-                phase=op.phase,
-                region=op.region,
-                gradient=False,
-                kind="operand",
-                starts=readers,
-                ends=readers,
-                deferrable=op.deferrable,
+                _Conversion(
+                    value_class=root,
+                    count=count * op.trips,
+                    copies=copies,
+                    phase=op.phase,
+                    region=op.region,
+                    gradient=False,
+                    kind="operand",
+                    starts=readers,
+                    ends=readers,
+                    deferrable=op.deferrable,
+                ),
             )
 
     def _before_transposes(self, value_class: int, target: Port) -> tuple[int, Port]:
@@ -129,23 +158,26 @@ class EdgeBuilder:
             parameters = self._parameters_of.get(target.node, ()) if gradient else ()
             more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
             self._add(
-                value_class,
                 self.naming.class_port(value_class),
                 target,
-                label=f"gradient of {parameters[0]}{more}" if parameters else "",
-                shared_as=self._sum_of(value_class) if kind == "landed" else None,
-                count=len(cuts.folding.value_members[value_class]) * cuts.times_made(value_class),
-                copies=frozenset(range(len(cuts.folding.value_members[value_class]))),
-                phase=phase,
-                region=cuts.first[producer[0]].region if producer is not None else 0,
-                gradient=gradient,
-                kind="result" if kind == "landed" else kind,
-                starts=births,
-                ends=births,
-                deferrable=producer is not None and cuts.first[producer[0]].deferrable,
-                over_tokens=gradient
-                and producer is not None
-                and producer[0] in self.naming.token_sums,
+                _Conversion(
+                    value_class=value_class,
+                    label=f"gradient of {parameters[0]}{more}" if parameters else "",
+                    shared_as=self._sum_of(value_class) if kind == "landed" else None,
+                    count=len(cuts.folding.value_members[value_class])
+                    * cuts.times_made(value_class),
+                    copies=frozenset(range(len(cuts.folding.value_members[value_class]))),
+                    phase=phase,
+                    region=cuts.first[producer[0]].region if producer is not None else 0,
+                    gradient=gradient,
+                    kind="result" if kind == "landed" else kind,
+                    starts=births,
+                    ends=births,
+                    deferrable=producer is not None and cuts.first[producer[0]].deferrable,
+                    over_tokens=gradient
+                    and producer is not None
+                    and producer[0] in self.naming.token_sums,
+                ),
             )
 
     def _sum_of(self, value_class: int) -> Hashable:
@@ -186,39 +218,23 @@ class EdgeBuilder:
             # read.
             ends = np.full(len(values), len(graph.ops) - 1, np.int64)
             self._add(
-                made_class,
                 self.naming.class_port(made_class),
                 self.naming.class_port(input_class),
-                label=labels[made_class, input_class],
-                count=len(values),
-                copies=frozenset(self._copy[v] for v in values),
-                phase=Phase.UPDATE,
-                region=0,
-                gradient=False,
-                kind="alias",
-                starts=ends,
-                ends=ends,
+                _Conversion(
+                    value_class=made_class,
+                    label=labels[made_class, input_class],
+                    count=len(values),
+                    copies=frozenset(self._copy[v] for v in values),
+                    phase=Phase.UPDATE,
+                    region=0,
+                    gradient=False,
+                    kind="alias",
+                    starts=ends,
+                    ends=ends,
+                ),
             )
 
-    def _add(
-        self,
-        value_class: int,
-        source: Port,
-        target: Port,
-        *,
-        count: float,
-        copies: frozenset[int],
-        phase: Phase,
-        region: int,
-        gradient: bool,
-        kind: str,
-        starts: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        deferrable: bool = False,
-        over_tokens: bool = False,
-        label: str = "",
-        shared_as: Hashable = None,
-    ) -> None:
+    def _add(self, source: Port, target: Port, way: _Conversion) -> None:
         """Add an edge. None is added if nothing is to be converted; an equal edge is widened
         instead.
         """
@@ -228,24 +244,24 @@ class EdgeBuilder:
         if source.node == target.node and source.projection == target.projection:
             return
         value = self.naming.cuts.graph.values[
-            self.naming.cuts.folding.value_members[value_class][0]
+            self.naming.cuts.folding.value_members[way.value_class][0]
         ]
-        producer = self.naming.cuts.producer[value_class]
+        producer = self.naming.cuts.producer[way.value_class]
         # The compiler merges equal conversions, also across forward and backward pass, into one,
         # unless these are programs of their own. Barriers around a remat region keep its
         # conversions apart from those outside. Other copies have conversions of their own.
         merged = (
-            value_class if shared_as is None else shared_as,
-            region > 0,
-            float(count),
-            copies,
-            gradient,
-            phase is Phase.UPDATE,
+            way.value_class if way.shared_as is None else way.shared_as,
+            way.region > 0,
+            float(way.count),
+            way.copies,
+            way.gradient,
+            way.phase is Phase.UPDATE,
         )
         share_once = self._shares.setdefault(merged, len(self._shares))
         share = share_once
-        if self.passes_apart and phase is Phase.BACKWARD:
-            share = self._shares.setdefault((merged, phase), len(self._shares))
+        if self.passes_apart and way.phase is Phase.BACKWARD:
+            share = self._shares.setdefault((merged, way.phase), len(self._shares))
         # An alias is kept apart: it must not hide that the same conversion is needed before the
         # update.
         identity = (
@@ -254,13 +270,13 @@ class EdgeBuilder:
             source.projection,
             target.node,
             target.projection,
-            kind == "alias",
+            way.kind == "alias",
         )
         if identity in self._known:
-            self._widen(self._known[identity], starts, ends, deferrable)
+            self._widen(self._known[identity], way.starts, way.ends, way.deferrable)
             return
         self._known[identity] = len(self.edges)
-        if self.naming.cuts.batch_dims[value_class]:
+        if self.naming.cuts.batch_dims[way.value_class]:
             self.of_examples.add(len(self.edges))
         self.edges.append(
             Edge(
@@ -273,22 +289,22 @@ class EdgeBuilder:
                 rank=len(value.shape),
                 length=next(iter(value.shape), 1),
                 dtype=value.dtype,
-                count=float(count),
+                count=float(way.count),
                 share=share,
                 share_once=share_once,
-                phase=phase,
-                gradient=gradient,
-                label=label or self.naming.name_of_value(value_class),
-                kind=kind,
-                starts=starts,
-                ends=ends,
-                masked=self._is_masked(value_class),
-                on_pieces=self.naming.on_pieces(value_class),
-                deferrable=deferrable,
-                parameter=self.naming.cuts.param_only[value_class],
+                phase=way.phase,
+                gradient=way.gradient,
+                label=way.label or self.naming.name_of_value(way.value_class),
+                kind=way.kind,
+                starts=way.starts,
+                ends=way.ends,
+                masked=self._is_masked(way.value_class),
+                on_pieces=self.naming.on_pieces(way.value_class),
+                deferrable=way.deferrable,
+                parameter=self.naming.cuts.param_only[way.value_class],
                 cast=producer is not None and producer[0] in self._casts,
-                over_tokens=over_tokens,
-                total_dtype=self.naming.total_dtype(value_class) if gradient else "",
+                over_tokens=way.over_tokens,
+                total_dtype=self.naming.total_dtype(way.value_class) if way.gradient else "",
             )
         )
 

@@ -14,6 +14,7 @@ again. Large ones limit how far the batch may be split.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -138,18 +139,21 @@ def _links(cuts: Cuts, order: Sequence[int]) -> Iterator[_Link]:
         sides = [(False, k, dims) for k, dims in enumerate(rule.operands)]
         sides += [(True, k, dims) for k, dims in enumerate(rule.results)]
         for names in rule.exchanged:
-            holding = {d for _, _, dims in sides for d, c in enumerate(dims) if names & set(c)}
+            holding: set[int] = set()
+            for _, _, dims in sides:
+                holding |= {d for d, letters in enumerate(dims) if not names.isdisjoint(letters)}
             arrays = []
             for is_result, position, dims in sides:
-                places = tuple(
-                    Place(op_class=op_class, is_result=is_result, position=position, dim=d)
-                    for d, letters in enumerate(dims)
+                places = []
+                for d, letters in enumerate(dims):
                     # All but reshapes keep the order of dims, also of those that are cut to one
                     # row, which have no factor.
-                    if names & set(letters) or (op.name != "reshape" and d in holding)
-                )
+                    if not names.isdisjoint(letters) or (op.name != "reshape" and d in holding):
+                        places.append(
+                            Place(op_class=op_class, is_result=is_result, position=position, dim=d)
+                        )
                 if places:
-                    arrays.append(places)
+                    arrays.append(tuple(places))
             yield _Link(op_class=op_class, names=names, arrays=tuple(arrays))
 
 
@@ -195,7 +199,7 @@ class _Search:
                         self.sets.join(element, by_letter.setdefault(key, element))
                 elif is_sequential and letters[0].isupper():
                     in_order += self._elements(place)
-        self.sequential = {self.sets.root(element) for element in in_order}
+        self.sequential = set(map(self.sets.root, in_order))
         for value_class, members in enumerate(cuts.folding.value_members):
             num_bytes = float(cuts.graph.values[members[0]].num_bytes * len(members))
             self.total_bytes += num_bytes
@@ -216,7 +220,7 @@ class _Search:
                     break
         links_of: dict[int, list[_Link]] = defaultdict(list)
         for link in self.links:
-            for place in (place for array in link.arrays for place in array):
+            for place in itertools.chain(*link.arrays):
                 for element in self._elements(place):
                     links_of[self.sets.root(element)].append(link)
         resolved: set[tuple[int, frozenset[str]]] = set()
@@ -254,9 +258,10 @@ class _Search:
             yield value_class
             self._exchange(part.op_class, (place, part), rolls=True)
             for op_class in joins:
-                positions = [
-                    k for k, s in enumerate(self.cuts.sources[op_class]) if value_class in s
-                ]
+                positions = []
+                for k, s in enumerate(self.cuts.sources[op_class]):
+                    if value_class in s:
+                        positions.append(k)
                 result = self.joined[op_class]
                 into = []
                 for k in positions:

@@ -67,8 +67,29 @@ def infer_rule(eqn: Any, operands: Sequence[HasShape], results: Sequence[Shape])
     lone = LoneOperator.of(eqn)
     if lone is None:
         return None
-    factors = _infer_factors(lone, tuple(o.shape for o in operands), tuple(results))
-    return _as_rule(factors, operands, results) if factors else None
+    shapes = tuple(o.shape for o in operands)
+    factors = _infer_factors(lone, shapes, tuple(results))
+    if not factors:
+        return None
+    f = Factors()
+    letters, of_operands, of_results = [], [], []
+    for factor in factors:
+        letters.append(f.split(_size_at(shapes, factor.operands)))
+        of_operands.append(factor.operands)
+        of_results.append(factor.results)
+
+    def dims(k: int, shape: Shape, places: Sequence[Places]) -> Dims:
+        named = []
+        for d, n in enumerate(shape):
+            # A dim that belongs to no factor gets one of its own that must stay whole.
+            factors_of_dim = (a for a, of in zip(letters, places, strict=True) if (k, d) in of)
+            named.append(next(factors_of_dim, None) or f.whole(n))
+        return tuple(named)
+
+    return f.rule(
+        [dims(k, shape, of_operands) for k, shape in enumerate(shapes)],
+        [dims(k, shape, of_results) for k, shape in enumerate(results)],
+    )
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -104,18 +125,19 @@ def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
     """
     # Single dims need no agreement with other operands, and are most of what an operator lets
     # split.
-    for size in sorted({n for shape in shapes for n in shape if n > 1}):
+    for size in _sizes(shapes):
         dims_of_size = []
         for shape in shapes:
             dims_of_size.append([d for d, n in enumerate(shape) if n == size])
-        yield from (frozenset({(k, d)}) for k, dims in enumerate(dims_of_size) for d in dims)
+        for k, own_dims in enumerate(dims_of_size):
+            for d in own_dims:
+                yield frozenset({(k, d)})
         seen: set[Places] = set()
         for from_end in (False, True):
-            offsets = {
-                d - (len(shapes[k]) if from_end else 0)
-                for k, dims in enumerate(dims_of_size)
-                for d in dims
-            }
+            offsets = set()
+            for k, places_of_size in enumerate(dims_of_size):
+                for d in places_of_size:
+                    offsets.add(d - (len(shapes[k]) if from_end else 0))
             for offset in sorted(offsets):
                 places = frozenset(
                     (k, offset + (len(shapes[k]) if from_end else 0))
@@ -170,10 +192,10 @@ def _small_shapes(lone: LoneOperator, shapes: tuple[Shape, ...], series: int) ->
     """
     small = shapes
     for size in _sizes(shapes):
-        places = frozenset(
-            (k, d) for k, shape in enumerate(shapes) for d, n in enumerate(shape) if n == size
-        )
-        trial = _resized(small, places, _small_size(shapes, size, series))
+        places = set()
+        for k, shape in enumerate(shapes):
+            places |= {(k, d) for d, n in enumerate(shape) if n == size}
+        trial = _resized(small, frozenset(places), _small_size(shapes, size, series))
         # The operator accepts no other size where its parameters fix one: that size stays.
         if lone.shapes_made(trial) is not None:
             small = trial
@@ -220,7 +242,7 @@ def _trials(
 
 def _sizes(shapes: Sequence[Shape]) -> list[int]:
     """The different sizes of dims above 1, in increasing order."""
-    return sorted({n for shape in shapes for n in shape if n > 1})
+    return sorted({n for n in itertools.chain(*shapes) if n > 1})
 
 
 def _small_size(shapes: Sequence[Shape], size: int, series: int) -> int:
@@ -265,17 +287,16 @@ def _pass_together(
     lone: LoneOperator, tests: Sequence[tuple[_Factor, tuple[_Trial, ...]]]
 ) -> list[bool] | None:
     """For each factor True if it passes; None if the program of all tests cannot be compiled."""
-    wholes = list(dict.fromkeys(trial.shapes for _, trials in tests for trial in trials))
+    all_trials = itertools.chain(*(trials for _, trials in tests))
+    wholes = list(dict.fromkeys(trial.shapes for trial in all_trials))
     # A draw lists all whole operands, then both pieces of each trial's; results come in that order.
     draws = []
     for draw in range(_NUM_DRAWS):
         given = {shapes: lone.operands(shapes, draw) for shapes in wholes}
-        cut = [
-            part
-            for factor, trials in tests
-            for trial in trials
-            for part in _cut(given[trial.shapes], factor.operands, trial.cut_at)
-        ]
+        cut = []
+        for factor, trials in tests:
+            for trial in trials:
+                cut += _cut(given[trial.shapes], factor.operands, trial.cut_at)
         draws.append([*given.values(), *cut])
     results_of_draws = lone.run(draws)
     if results_of_draws is None:
@@ -290,10 +311,9 @@ def _pass_together(
             is_proved = False
             for results in results_of_draws:
                 want = _cut(results[wholes.index(trial.shapes)], factor.results, trial.cut_at)
-                good &= all(
-                    _same(a, b) for a, b in zip(results[position : position + 2], want, strict=True)
-                )
-                is_proved |= all(_is_finite_enough(r) for r in results[wholes.index(trial.shapes)])
+                for piece, wanted in zip(results[position : position + 2], want, strict=True):
+                    good &= all(map(_equal, piece, wanted))
+                is_proved |= all(map(_is_finite_enough, results[wholes.index(trial.shapes)]))
             good &= is_proved
             position += 2
         passed.append(good)
@@ -317,12 +337,8 @@ def _cut(arrays: Sequence[NDArray[Any]], places: Places, at: int) -> list[list[N
     return found
 
 
-def _same(results: Sequence[NDArray[Any]], wanted: Sequence[NDArray[Any]]) -> bool:
-    """True if all arrays are equal; floats may differ by rounding."""
-    return all(_equal(a, b) for a, b in zip(results, wanted, strict=True))
-
-
 def _equal(result: NDArray[Any], wanted: NDArray[Any]) -> bool:
+    """True if two arrays are equal; floats may differ by rounding."""
     if result.shape != wanted.shape or result.dtype != wanted.dtype:
         return False
     if result.dtype.kind in "biu":
@@ -343,32 +359,3 @@ def _is_finite_enough(array: NDArray[Any]) -> bool:
         return True
     wide = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
     return bool(np.isfinite(wide).mean() > 0.25) if array.size else False
-
-
-def _as_rule(
-    factors: Sequence[_Factor], operands: Sequence[HasShape], results: Sequence[Shape]
-) -> DimRule:
-    """The rule that has these factors; all other dims must stay whole."""
-    f = Factors()
-    shapes = [o.shape for o in operands]
-    # Each dim that belongs to no factor gets a factor of its own that must stay whole.
-    letters = [f.split(_size_at(shapes, factor.operands)) for factor in factors]
-
-    def dims(k: int, shape: Shape, places: Sequence[Places]) -> Dims:
-        return tuple(
-            next(
-                (
-                    letter
-                    for letter, dims_of_factor in zip(letters, places, strict=True)
-                    if (k, d) in dims_of_factor
-                ),
-                None,
-            )
-            or f.whole(n)
-            for d, n in enumerate(shape)
-        )
-
-    return f.rule(
-        [dims(k, shape, [factor.operands for factor in factors]) for k, shape in enumerate(shapes)],
-        [dims(k, shape, [factor.results for factor in factors]) for k, shape in enumerate(results)],
-    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..graph import NO_VALUE, Exchange, Phase, Ring, traits_of
+from ..graph import NO_VALUE, Exchange, Phase, Ring, traits_of, value_ids
 from ._ids import NodeId, SlotId
 from ._nodes import NodeCollective, Projection, SplitBy
 
@@ -104,11 +104,10 @@ def _rows_sent(naming: NodeIndex, op_class: int, exchange: Exchange) -> Iterator
     """All-to-alls of the rows that travel to what they have chosen and back."""
     cuts = naming.cuts
     op, rule = cuts.first[op_class], cuts.rules[op_class]
-    sent = [
-        (array, rule.operands[position], times)
-        for position, times in exchange.sends.items()
-        if isinstance(array := op.inputs[position], int)
-    ]
+    sent = []
+    for position, times in exchange.sends.items():
+        if isinstance(array := op.inputs[position], int):
+            sent.append((array, rule.operands[position], times))
     sent += [
         (op.outputs[position], rule.results[position], times)
         for position, times in exchange.returns.items()
@@ -135,7 +134,7 @@ def whole_bytes(naming: NodeIndex, op_class: int) -> float:
     """Bytes that an operator reads and writes each time that it runs."""
     cuts = naming.cuts
     op = cuts.first[op_class]
-    arrays = {i for i in (*op.inputs, *op.outputs) if isinstance(i, int) and i >= 0}
+    arrays = set(value_ids((*op.inputs, *op.outputs)))
     # Rules of kernels know traffic that their operands do not show, such as tables that are read
     # again and again.
     return max(
@@ -161,7 +160,10 @@ def batch_sums(naming: NodeIndex, batch_factors: Sequence[frozenset[int]]) -> in
     Sums between the same products are combined into one collective.
     """
     cuts, members = naming.cuts, naming.cuts.folding.members
-    products = sorted(k for c, rule in enumerate(cuts.rules) if rule.contracts for k in members[c])
+    products: list[int] = []
+    for c, rule in enumerate(cuts.rules):
+        products += members[c] if rule.contracts else ()
+    products.sort()
     stretches: set[int] = set()
     for node, op_classes in naming.group_ops.items():
         for op_class in op_classes if batch_factors[node] else ():

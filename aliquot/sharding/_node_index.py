@@ -59,7 +59,7 @@ class NodeIndex:
 
     def __post_init__(self) -> None:
         cuts = self.cuts
-        self.batch_values = frozenset(i.value for i in cuts.graph.inputs if i.role is Role.BATCH)
+        self.batch_values = frozenset(cuts.graph.inputs_of(Role.BATCH))
         self.order = sorted(range(len(cuts.first)), key=lambda c: cuts.first[c].index)
         for key, slot in cuts.slots.by_key.items():
             self.slot_value[slot] = key if isinstance(key, int) else key[1]  # type: ignore[index]
@@ -74,11 +74,11 @@ class NodeIndex:
         for op_class in self.order:
             self._place(op_class)
         waiting = sums_that_wait(cuts.graph)
-        self.token_sums = frozenset(
-            op_class
-            for op_class, members in enumerate(cuts.folding.members)
-            if all(op in waiting for op in members) and self._makes_gradient(op_class)
-        )
+        token_sums = set()
+        for op_class, members in enumerate(cuts.folding.members):
+            if waiting.keys() >= set(members) and self._makes_gradient(op_class):
+                token_sums.add(op_class)
+        self.token_sums = frozenset(token_sums)
 
     def _makes_gradient(self, op_class: int) -> bool:
         """True if the result of a sum is a gradient wherever it is read."""
@@ -87,8 +87,8 @@ class NodeIndex:
         if not cuts.rules[op_class].contracts:
             return self.enters_update(out)
         value_class = int(cuts.folding.value_class[out])
-        keys = [("landed", value_class, zone) for zone in ("main", "update")]
-        return all(self.is_gradient(key) for key in keys if key in cuts.slots.by_key)
+        keys = {("landed", value_class, "main"), ("landed", value_class, "update")}
+        return all(map(self.is_gradient, keys & cuts.slots.by_key.keys()))
 
     def is_gradient(self, key: Hashable) -> bool:
         """True if an array in a slot other than its home is a gradient, or a term of one, such as
@@ -96,7 +96,9 @@ class NodeIndex:
         """
         assert isinstance(key, tuple)
         kind, value_class, *zone = key
-        total = self.serves(value_class, _adds_before_update)
+        total = self.serves(
+            value_class, lambda op: adds_or_hands_on(op) and op.phase is not Phase.UPDATE
+        )
         reaches_update = self.cuts.fresh[total] or ("gradient", total) in self.cuts.slots.by_key
         waits = kind == "landed" and reaches_update
         return waits or kind == "gradient" or (kind == "landed" and zone == ["update"])
@@ -118,8 +120,10 @@ class NodeIndex:
                     self.readers_as_split.setdefault(slot, []).append(op)
         if cuts.rules[op_class].contracts:
             return
-        homes = [cuts.home(int(cuts.folding.value_class[o])) for o in op.outputs if o >= 0]
-        touched += [slot for slot in homes if slot is not None]
+        for value_class in cuts.made(op_class):
+            slot = cuts.home(value_class)
+            if slot is not None:
+                touched.append(slot)
         if touched:
             node = self.of_group[cuts.slots.group(touched[0])]
             self.op_group[op_class] = node
@@ -340,9 +344,9 @@ class NodeIndex:
         parameters = (
             self._parameters_behind(value_class) if self.cuts.producer[value_class] else set()
         )
-        paths = {self.label_of_value(v) for v in parameters}
+        paths = set(map(self.label_of_value, parameters))
         if len(paths) > 1 or any(len(self.cuts.folding.value_members[v]) > 1 for v in parameters):
-            paths = {wildcard(path) for path in paths}
+            paths = set(map(wildcard, paths))
         return paths.pop() if len(paths) == 1 else self.label_of_value(value_class)
 
     def _parameters_behind(self, value_class: int) -> set[int]:
@@ -364,10 +368,6 @@ class NodeIndex:
         """Label of an operator class: its primitive, and the index of its first operator."""
         op = self.cuts.first[op_class]
         return f"{op.name}:{op.index}"
-
-
-def _adds_before_update(op: Op) -> bool:
-    return adds_or_hands_on(op) and op.phase is not Phase.UPDATE
 
 
 def adds(op: Op) -> bool:

@@ -262,12 +262,12 @@ class TokenSum(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_split(self, choices: Sequence[Choice], axis: int) -> bool:
         """True if a mesh axis splits what it sums over, under a choice for every node."""
-        return any(
-            port is not None
-            and port.node >= 0
-            and project(choices[port.node], port.projection)[axis] in dims
-            for port, dims in zip(self.operands, self.summed, strict=True)
-        )
+        for port, dims in zip(self.operands, self.summed, strict=True):
+            if port is None or port.node < 0:
+                continue
+            if project(choices[port.node], port.projection)[axis] in dims:
+                return True
+        return False
 
 
 class WholeOperator(msgspec.Struct, frozen=True, kw_only=True):

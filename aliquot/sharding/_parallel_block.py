@@ -62,11 +62,11 @@ class ParallelBlock:
         if product not in self.exchanging:
             return (option,)
         axes = range(len(option))
-        orders = []
+        ways: dict[Choice, None] = {}
         for order in itertools.permutations(axes):
             if all(axis_sizes[axis] == axis_sizes[other] for axis, other in enumerate(order)):
-                orders.append(order)
-        return tuple(dict.fromkeys(tuple(option[other] for other in order) for order in orders))
+                ways[tuple([option[other] for other in order])] = None
+        return tuple(ways)
 
     def allows(self, product: int, choices: NDArray[np.int64], option: Choice) -> NDArray[np.bool_]:
         """True for each choice of a product that agrees with an option of the entry.
@@ -129,18 +129,20 @@ def outside_blocks(nodes: NodeGraph, blocks: Iterable[ParallelBlock]) -> list[Op
     inside = set[int]()
     for block in blocks:
         inside.update(block.products)
-    outside: dict[int, int] = {
-        n.index: n.index for n in nodes.nodes if is_product(n) and n.index not in inside
-    }
+    outside: dict[int, int] = {}
+    for n in nodes.nodes:
+        if is_product(n) and n.index not in inside:
+            outside[n.index] = n.index
     first = {node: op for op, node in reversed(block_by_operator(nodes, outside).items())}
-    return [OpId(op) for op in sorted(first.values())]
+    return list(map(OpId, sorted(first.values())))
 
 
 def blocks_of_operators(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> dict[int, int]:
     """For each operator that is a product of a block, the position of this block."""
-    return block_by_operator(
-        nodes, {p: k for k, block in enumerate(blocks) for p in block.products}
-    )
+    block_of: dict[int, int] = {}
+    for k, block in enumerate(blocks):
+        block_of.update(dict.fromkeys(block.products, k))
+    return block_by_operator(nodes, block_of)
 
 
 def block_by_operator(nodes: NodeGraph, block_of: Mapping[int, int]) -> dict[int, int]:
@@ -149,6 +151,8 @@ def block_by_operator(nodes: NodeGraph, block_of: Mapping[int, int]) -> dict[int
     for site in nodes.sites:
         if site.results and site.results[0] and site.results[0][0].node in block_of:
             of_class[site.op_class] = block_of[site.results[0][0].node]
-    return {
-        op: of_class[op_class] for op, op_class in enumerate(nodes.op_class) if op_class in of_class
-    }
+    found = {}
+    for op, op_class in enumerate(nodes.op_class):
+        if op_class in of_class:
+            found[op] = of_class[op_class]
+    return found

@@ -221,10 +221,16 @@ class _PinMaker:
         deferred = [*self.data_axes] if op.phase is Phase.BACKWARD else []
         if site.op_class in self.token_sums:
             deferred += self.context_axes
-        each, total = _split_deferred([self.spec(p) for p in ports], deferred)
+        each = total = list(map(self.spec, ports))
+        if len(each) > 1:
+            each, total = map(list, split_deferred_sums(each[0], each[1], deferred))
         if op.name == "gather":
-            return _ResultConstraints(specs=_lookup_constraints(each, shape, self.axis_sizes))
-        # A lookup's partial sums are finished at once; see `_lookup_constraints`.
+            # A lookup's own split with its partial sums finished at once, then its users'.
+            # Constrained to the users' split at once, XLA gathers the table, or exchanges rows
+            # among all devices.
+            first, last = without_partial(each[0]), without_partial(each[-1])
+            between = _between(first, last, shape, self.axis_sizes)
+            return _ResultConstraints(specs=tuple(dict.fromkeys((first, *between, last))))
         scattered = self.scattered_sums(each, shape) if site.on_pieces else ()
         # The compiler's own reduce-scatters serve unless other sums are all-reduced.
         on_pieces = any(scattered) and not (self.target.reduce_scatter and all(scattered))
@@ -282,12 +288,10 @@ class _PinMaker:
         """Constraints on the running totals of values that loops carry, by the split that each is
         to have in the end.
         """
-        summands = {
-            v
-            for op, held in (sums_that_wait(self.graph) if self.token_sums else {}).items()
-            if self.nodes.op_class[op] in self.token_sums
-            for v in held
-        }
+        summands: set[ValueId] = set()
+        for op, held in (sums_that_wait(self.graph) if self.token_sums else {}).items():
+            if self.nodes.op_class[op] in self.token_sums:
+                summands.update(held)
         totals = {}
         for v, spec in values.items():
             axes = {*self.data_axes, *(self.context_axes if v in summands else ())}
@@ -320,34 +324,12 @@ def _replaced_by_rows(
     return rows
 
 
-def _split_deferred(specs: list[Spec], deferred: Collection[int]) -> tuple[list[Spec], list[Spec]]:
-    """A result's own split and its users', for each micro-batch and for the total over them; see
-    `split_deferred_sums`.
-    """
-    if len(specs) < 2:
-        return specs, specs
-    each, total = split_deferred_sums(specs[0], specs[1], deferred)
-    return list(each), list(total)
-
-
 def _total_constraints(
     specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], sums: SumCollective
 ) -> TotalConstraints:
     constraints, minor = _result_constraints(specs, shape, axis_sizes, sums)
     # Only the first tiling, behind a reduce-scatter, has minor axes.
     return tuple((spec, () if number else minor) for number, spec in enumerate(constraints))
-
-
-def _lookup_constraints(
-    specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int]
-) -> tuple[Spec, ...]:
-    """A lookup's own split with its partial sums finished, then its users'.
-
-    Constrained to the users' split at once, XLA gathers the table, or exchanges rows among all
-    devices.
-    """
-    first, last = without_partial(specs[0]), without_partial(specs[-1])
-    return tuple(dict.fromkeys((first, *_between(first, last, shape, axis_sizes), last)))
 
 
 def _result_constraints(

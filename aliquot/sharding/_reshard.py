@@ -97,10 +97,9 @@ def _renumbered(source: Spec, target: Spec) -> tuple[Spec, Spec]:
     dims = {}
     for k, d in enumerate(sorted({p for p in (*source, *target) if p >= 0})):
         dims[d] = k
-    sums = {
-        p: PARTIAL - k
-        for k, p in enumerate(sorted({p for p in (*source, *target) if p <= PARTIAL}, reverse=True))
-    }
+    sums = {}
+    for k, p in enumerate(sorted({p for p in (*source, *target) if p <= PARTIAL}, reverse=True)):
+        sums[p] = PARTIAL - k
     names = {**dims, **sums, REPLICATED: REPLICATED}
     return tuple(names[p] for p in source), tuple(names[p] for p in target)
 
@@ -162,10 +161,9 @@ def intermediate_specs(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) 
     >>> intermediate_specs((0, -1), (1, -1), (4, 2))
     ((1, -1),)
     """
-    tilings = {
-        spec: tiling(spec, axis_sizes)
-        for spec in itertools.product(*zip(source, target, strict=True))
-    }
+    tilings = {}
+    for spec in itertools.product(*zip(source, target, strict=True)):
+        tilings[spec] = tiling(spec, axis_sizes)
     if min((*source, *target)) <= PARTIAL or is_direct(tilings[source], tilings[target]):
         return (target,)
     reached: set[Spec] = set()

@@ -63,6 +63,11 @@ def num_shards(spec: Spec, axis_sizes: Sequence[int]) -> int:
     )
 
 
+def differing_dims(shape: Sequence[int], other: Sequence[int]) -> list[int]:
+    """The dims in which two shapes of one rank differ."""
+    return [d for d, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
+
+
 def divides(shape: Sequence[int], spec: Spec, axis_sizes: Sequence[int]) -> bool:
     """True if every dim is a multiple of the axes that split it."""
     shards = [1] * len(shape)

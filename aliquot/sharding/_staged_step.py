@@ -18,6 +18,7 @@ from ..graph import (
     range_layers,
     stage_layers,
 )
+from ._spec import differing_dims
 from .micro_batches import TimeKind, in_stages, plan_micro_batches, trace_part
 from .programs import Crossing, find_crossing, find_early_updates, require_one_stage
 
@@ -145,15 +146,16 @@ def sketch_step(
             semantics=semantics,
             on_missing_rule=on_missing_rule,
         )
+    batch_dims = {}
+    for v, w in zip(part.values, graph.values):
+        if v.shape != w.shape and len(v.shape) == len(w.shape):
+            # A batch that is cut shortens one dim; the first that differs is taken for that.
+            batch_dims[v.index] = differing_dims(v.shape, w.shape)[0]
     return LayeredStep(
         graph=graph,
         part=part,
         layers=_layers(part, layers),
-        batch_dims={
-            v.index: d
-            for v, w in zip(part.values, graph.values)
-            for d in _differing(v.shape, w.shape)
-        },
+        batch_dims=batch_dims,
         # Nothing is combined, as the step does not run.
         num_micro_batches=num_micro_batches,
         combine={},
@@ -167,13 +169,6 @@ def _layers(part: Graph, layers: str | int | Layers | None) -> Layers:
     return (
         cut_alike(layers, part) if isinstance(layers, Layers) else cut_layers(part, layers=layers)
     )
-
-
-def _differing(part: tuple[int, ...], whole: tuple[int, ...]) -> list[int]:
-    if part == whole or len(part) != len(whole):
-        return []
-    # A batch that is cut shortens one dim; the first that differs is taken for that.
-    return [d for d, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b][:1]
 
 
 def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:

@@ -19,6 +19,7 @@ what it calls.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,13 +97,12 @@ def steps(now: Tiling, target: Tiling) -> tuple[Step, ...]:
         return way
     # Gather down to the common tiling, and slice.
     want = target.counts
-    common = {
-        d: _take(atoms, math.gcd(_product(atoms), want.get(d, 1)))[0] for d, atoms in now.dims
-    }
-    kept = set[Atom]()
-    for atoms in common.values():
-        kept.update(atoms)
-    repeated = [a for _, atoms in now.dims for a in atoms if a not in kept]
+    common = {}
+    for d, atoms in now.dims:
+        common[d] = _take(atoms, math.gcd(_product(atoms), want.get(d, 1)))[0]
+    kept = set(itertools.chain(*common.values()))
+    every = itertools.chain(*(atoms for _, atoms in now.dims))
+    repeated = [atom for atom in every if atom not in kept]
     coarser = _tiling(common, (*now.repeated, *repeated))
     rest = _steps(coarser, target)
     return _gather_all(now) if rest is None else (*_gather_to(now, coarser), *rest)
@@ -265,11 +265,9 @@ def _move(now: Tiling, source: int, sink: int, group: int) -> Tiling:
 
 
 def _all_to_all(before: Tiling, after: Tiling, group: int) -> Step:
-    old = set()
-    for d, atoms in before.dims:
-        for a in atoms:
-            old.add((d, a))
-    moved = [a for d, atoms in after.dims for a in atoms if (d, a) not in old]
+    old, moved = before.by_dim, []
+    for d, atoms in after.dims:
+        moved += [a for a in atoms if a not in old.get(d, ())]
     return Step(kind="all-to-all", axes=_axes(moved), group=group, tiles=before.tiles)
 
 

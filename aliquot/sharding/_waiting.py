@@ -23,6 +23,7 @@ from ..graph import (
     ValueId,
     scan_counts,
     traits_of,
+    value_ids,
 )
 
 _SUMS = frozenset({"dot_general", "reduce_sum", "scatter-add"})
@@ -41,11 +42,10 @@ def sums_that_wait(
     """
     walk = _Walk(graph=graph, is_step=crossing is None)
     walk.visit(graph.body)
-    returned = {o.value for o in graph.outputs if isinstance(o.value, int)}
-    walk.needed |= returned - set(crossing or ())
+    walk.needed |= graph.returned - set(crossing or ())
     waiting = {}
     for op in walk.sums:
-        held = dict.fromkeys(o for o in op.outputs if o >= 0)
+        held = dict.fromkeys(value_ids(op.outputs))
         pending = list(held)
         while pending and walk.needed.isdisjoint(pending):
             following: list[ValueId] = []
@@ -64,11 +64,6 @@ def adds_or_hands_on(op: Op) -> bool:
     """
     traits = traits_of(op.name)
     return traits.adds or (traits.moves is not None and traits.moves.keeps_all)
-
-
-def _hands_on_summands(op: Op) -> bool:
-    traits = traits_of(op.name)
-    return (adds_or_hands_on(op) or op.name == "reduce_sum") and not traits.runs_on_pieces
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,7 +110,8 @@ class _Walk:
             self.sums.append(op)
         if op.name == "broadcast_in_dim" and self._is_zero(op.inputs[0]):
             self._zeros.update(op.outputs)
-        if always and _hands_on_summands(op):
+        hands_on = adds_or_hands_on(op) or op.name == "reduce_sum"
+        if always and hands_on and not traits_of(op.name).runs_on_pieces:
             for read in op.inputs:
                 self._pass_on([read], op.outputs)
         else:
@@ -137,7 +133,7 @@ class _Walk:
                 self.following.setdefault(one, []).append(other)
 
     def _need(self, operands: Iterable[Operand]) -> None:
-        self.needed.update(i for i in operands if isinstance(i, int))
+        self.needed.update(value_ids(operands))
 
     def _is_zero(self, operand: Operand) -> bool:
         if isinstance(operand, Literal):

@@ -92,21 +92,20 @@ def apply(plan: Plan, module: torch.nn.Module, mesh: DeviceMesh | None = None) -
             advice="Plan this module with aliquot.torch.plan for as many devices as processes.",
         )
     # The axes that split the rows of any array of the batch.
-    rows = [
-        stage.shardings[item.path][0]
-        for item in plan.inputs
-        if item.path.startswith("batch") and item.shape
-    ]
-    batch_axes = tuple(axis for axis in stage.axis_names if axis in itertools.chain(*rows))
-    tensor_axes = [a for a in stage.axis_names if a not in batch_axes]
+    rows = []
+    for item in plan.inputs:
+        if item.path.startswith("batch") and item.shape:
+            rows.append(stage.shardings[item.path][0])
+    split = set(itertools.chain(*rows))
+    batch_axes = tuple(axis for axis in stage.axis_names if axis in split)
+    tensor_axes = [axis for axis in stage.axis_names if axis not in split]
     shard_axes, keeps_gathered = _shard_axes(stage.shardings, named, specs, batch_axes)
     made = _mesh(stage, batch_axes, shard_axes, tensor_axes, mesh, next(iter(named.values())))
-    tensor_names = tuple(f"tensor_{a}" for a in tensor_axes)
     for child in module.modules():
         if isinstance(child, torch.nn.modules.batchnorm._BatchNorm):
             _of_whole_batch(child, made)
     if tensor_axes:
-        _distribute(module, specs, tensor_axes, made[tensor_names])
+        _distribute(module, specs, tensor_axes, made[made.mesh_dim_names[2:]])
     shard_dims = {name: _dim_over(spec, shard_axes) or 0 for name, spec in specs.items()}
     if plan.model.settings.get("recompute") == "block":
         for block in blocks(module).values():
@@ -162,7 +161,7 @@ def _mesh(
     """The processes as (replicate, shard, other axes)."""
     size = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
     whole = [a for a in batch_axes if a not in shard_axes]
-    order = [stage.axis_names.index(a) for a in (*whole, *shard_axes, *tensor_axes)]
+    order = list(map(stage.axis_names.index, (*whole, *shard_axes, *tensor_axes)))
     ranks = torch.arange(math.prod(stage.mesh_shape)) if given is None else given.mesh.flatten()
     shape = (
         math.prod(size[a] for a in whole),
@@ -190,8 +189,10 @@ def _distribute(
             spec = None if parameter is None else specs[names[id(parameter)]]
             if _dim_over(spec, axes) is None:
                 continue
-            dims = [_dim_over(spec, (axis,)) for axis in axes]
-            placements = [Replicate() if d is None else Shard(d) for d in dims]
+            placements = []
+            for axis in axes:
+                dim = _dim_over(spec, (axis,))
+                placements.append(Replicate() if dim is None else Shard(dim))
             if id(parameter) not in made:
                 made[id(parameter)] = torch.nn.Parameter(
                     distribute_tensor(parameter.detach(), mesh, placements),
@@ -213,14 +214,15 @@ def _in_pieces(owner: torch.nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
     multiplies = weight is not None and weight.dim() == 2
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        own = {n: p for n, p in owner._parameters.items() if p is not None}
+        own = {}
+        for name, parameter in owner._parameters.items():
+            if isinstance(parameter, DTensor):
+                own[name] = parameter if multiplies else parameter.full_tensor()
+            elif parameter is not None:
+                local = DTensor.from_local(parameter, mesh, whole) if multiplies else parameter
+                own[name] = local
         if not multiplies:
-            own = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in own.items()}
             return _with(own, call, x)
-        own = {
-            n: p if isinstance(p, DTensor) else DTensor.from_local(p, mesh, whole)
-            for n, p in own.items()
-        }
         y = _with(own, call, DTensor.from_local(x, mesh, whole, run_check=False))
         return y.redistribute(mesh, whole).to_local()
 

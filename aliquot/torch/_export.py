@@ -61,14 +61,13 @@ class _WithLoss(torch.nn.Module):
     def forward(self, batch: dict[str, Any]) -> Any:
         if self._dtype is None:
             return self._loss(self.module, batch)
-        narrow = {
-            name: parameter.to(self._dtype) if parameter.is_floating_point() else parameter
-            for name, parameter in self.module.named_parameters()
-        }
-        batch = {
-            name: x.to(self._dtype) if torch.is_tensor(x) and x.is_floating_point() else x
-            for name, x in batch.items()
-        }
+        narrow = {}
+        for name, parameter in self.module.named_parameters():
+            narrow[name] = parameter.to(self._dtype) if parameter.is_floating_point() else parameter
+        batch = dict(batch)
+        for name, x in batch.items():
+            if torch.is_tensor(x) and x.is_floating_point():
+                batch[name] = x.to(self._dtype)
 
         def cast(*args: Any, **kwargs: Any) -> Any:
             return torch.func.functional_call(self.module, narrow, args, kwargs)
@@ -105,14 +104,15 @@ def export(
         key = tuple(sorted(shapes.items()))
         if key not in programs:
             # Parts of a batch, such as micro-batches, are traced with tensors of their size.
-            sized = {
-                n: x if n not in shapes or tuple(x.shape) == shapes[n] else x.new_zeros(shapes[n])
-                for n, x in batch.items()
-            }
-            programs[key] = _program(_traced(module, sized, loss, dtype), module, sized)
+            sized = dict(batch)
+            for name, shape in shapes.items():
+                if tuple(sized[name].shape) != shape:
+                    sized[name] = sized[name].new_zeros(shape)
+            programs[key] = _Program.of(_traced(module, sized, loss, dtype), module, sized)
         return programs[key]
 
-    first = program_for({n: tuple(x.shape) for n, x in batch.items() if torch.is_tensor(x)})
+    structs = {name: _struct(x) for name, x in batch.items() if torch.is_tensor(x)}
+    first = program_for({name: struct.shape for name, struct in structs.items()})
 
     def run(
         parameters: dict[str, jax.Array],
@@ -121,12 +121,13 @@ def export(
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         program = program_for({name: tuple(x.shape) for name, x in arrays.items()})
         again = frozenset(blocks(module)) if recomputes else frozenset()
-        return _interpret(program, parameters, buffers, arrays, device, again)
+        parts = {"parameters": parameters, "buffers": buffers, "batch": arrays}
+        return program.loss(parts, device, again)
 
     return Exported(
         parameters=first.parameters,
         buffers=first.buffers,
-        batch={key: _struct(x) for key, x in batch.items() if torch.is_tensor(x)},
+        batch=structs,
         loss=run,
     )
 
@@ -146,12 +147,14 @@ def _traced(
             program = torch.export.export(
                 _WithLoss(module, loss, dtype), (dict(batch),), strict=False
             ).run_decompositions({})
-            lacking = {node.target for node in _operators(program) if _key(node) not in OPERATORS}
-            known = torch.export.default_decompositions()
-            if some := {target: known[target] for target in lacking if target in known}:
+            known, some = torch.export.default_decompositions(), {}
+            for node in _operators(program):
+                if _key(node) not in OPERATORS and node.target in known:
+                    some[node.target] = known[node.target]
+            if some:
                 program = program.run_decompositions(some)
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        lines = list(filter(None, map(str.strip, str(error).splitlines())))
         where = [line for line in lines if line.startswith("File ") and "site-packages" not in line]
         said = f"{type(error).__name__}: {lines[0] if lines else ''}"
         raise CaptureError(
@@ -199,12 +202,8 @@ def _faults(program: Any) -> Iterator[str]:
             yield f"aten.{key} has no function in JAX here{_line(node)}"
         position = _DROPOUTS.get(key)
         if position is not None:
-            names = {4: "dropout_p", 1: "p"}
-            share = (
-                node.args[position]
-                if len(node.args) > position
-                else node.kwargs.get(names[position], 0)
-            )
+            share = node.kwargs.get("dropout_p" if key == _ATTENTION else "p", 0)
+            share = node.args[position] if len(node.args) > position else share
             trains = key == _ATTENTION or (node.args[2] if len(node.args) > 2 else True)
             if share and trains:
                 yield f"a dropout of {share} is drawn anew in each run: set it to 0{_line(node)}"
@@ -283,101 +282,101 @@ class _Program:
     results: dict[str, str]
     returned: str
 
+    @classmethod
+    def of(cls, program: Any, module: torch.nn.Module, batch: Mapping[str, Any]) -> _Program:
+        """The meaning of a traced program of a module."""
+        kinds = torch.export.graph_signature.InputKind
+        outputs = torch.export.graph_signature.OutputKind
+        own = dict(module.named_parameters(remove_duplicate=False))
+        first_of: dict[int, str] = {}
+        for name, tensor in own.items():
+            first_of.setdefault(id(tensor), name)
+        trained = {n: _struct(p) for n, p in module.named_parameters() if p.requires_grad}
+        results, returned = {}, []
+        for spec in program.graph_signature.output_specs:
+            if spec.kind == outputs.BUFFER_MUTATION:
+                results[spec.arg.name] = spec.target.removeprefix("module.")
+            elif spec.kind == outputs.USER_OUTPUT:
+                returned.append(spec.arg.name)
+        (loss,) = returned
+        sources: dict[str, tuple[str, Any]] = {}
+        buffers: dict[str, jax.ShapeDtypeStruct] = {}
+        given = iter(key for key, x in batch.items() if torch.is_tensor(x))
+        for spec in program.graph_signature.input_specs:
+            place = spec.arg.name
+            if spec.kind == kinds.USER_INPUT:
+                if isinstance(spec.arg, torch.export.graph_signature.TensorArgument):
+                    sources[place] = ("batch", next(given))
+                continue
+            target = spec.target.removeprefix("module.")
+            if spec.kind == kinds.PARAMETER:
+                # Of tied parameters there is one.
+                target = first_of[id(own[target])]
+            if target in trained:
+                sources[place] = ("parameters", target)
+            elif target in own or target in results.values():
+                tensor = own[target] if target in own else module.get_buffer(target)
+                buffers[target] = _struct(tensor)
+                sources[place] = ("buffers", target)
+            else:
+                is_lifted = spec.kind == kinds.CONSTANT_TENSOR
+                tensor = program.constants[spec.target] if is_lifted else module.get_buffer(target)
+                # Plans do not depend on the numbers, which are unknown on `meta`.
+                unknown = np.zeros(tensor.shape)
+                numbers = unknown if tensor.is_meta else tensor.detach().cpu().numpy()
+                sources[place] = ("constants", numbers.astype(_dtype(tensor.dtype)))
+        return cls(
+            graph=program.graph,
+            parameters=trained,
+            buffers=buffers,
+            sources=sources,
+            results=results,
+            returned=loss,
+        )
 
-def _program(program: Any, module: torch.nn.Module, batch: Mapping[str, Any]) -> _Program:
-    kinds = torch.export.graph_signature.InputKind
-    outputs = torch.export.graph_signature.OutputKind
-    own = dict(module.named_parameters(remove_duplicate=False))
-    first_of: dict[int, str] = {}
-    for name, tensor in own.items():
-        first_of.setdefault(id(tensor), name)
-    trained = {n: _struct(p) for n, p in module.named_parameters() if p.requires_grad}
-    made = {spec.arg.name: spec for spec in program.graph_signature.output_specs}
-    results = {
-        name: spec.target.removeprefix("module.")
-        for name, spec in made.items()
-        if spec.kind == outputs.BUFFER_MUTATION
-    }
-    (returned,) = [name for name, spec in made.items() if spec.kind == outputs.USER_OUTPUT]
-    sources: dict[str, tuple[str, Any]] = {}
-    buffers: dict[str, jax.ShapeDtypeStruct] = {}
-    given = iter(key for key, x in batch.items() if torch.is_tensor(x))
-    for spec in program.graph_signature.input_specs:
-        place = spec.arg.name
-        if spec.kind == kinds.USER_INPUT:
-            if isinstance(spec.arg, torch.export.graph_signature.TensorArgument):
-                sources[place] = ("batch", next(given))
-            continue
-        target = spec.target.removeprefix("module.")
-        if spec.kind == kinds.PARAMETER:
-            # Of tied parameters there is one.
-            target = first_of[id(own[target])]
-        if target in trained:
-            sources[place] = ("parameters", target)
-        elif target in own or target in results.values():
-            tensor = own[target] if target in own else module.get_buffer(target)
-            buffers[target] = _struct(tensor)
-            sources[place] = ("buffers", target)
-        else:
-            is_lifted = spec.kind == kinds.CONSTANT_TENSOR
-            tensor = program.constants[spec.target] if is_lifted else module.get_buffer(target)
-            # Plans do not depend on the numbers, which are unknown on `meta`.
-            numbers = np.zeros(tensor.shape) if tensor.is_meta else tensor.detach().cpu().numpy()
-            sources[place] = ("constants", numbers.astype(_dtype(tensor.dtype)))
-    return _Program(
-        graph=program.graph,
-        parameters=trained,
-        buffers=buffers,
-        sources=sources,
-        results=results,
-        returned=returned,
-    )
+    def loss(
+        self,
+        arrays: Mapping[str, dict[str, jax.Array]],
+        device: Device | None,
+        again: frozenset[str],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss, and the buffers with their new values, from parameters, buffers and the batch;
+        `again` are paths of modules that the backward pass computes again.
+        """
+        values: dict[str, Any] = {}
+        faults: list[str] = []
 
+        def value(node: Any) -> Any:
+            if not isinstance(node, torch.fx.Node):
+                return node
+            # A parameter is cast where it is read, so that its copy does not live all the time.
+            if _key(node) == "_to_copy.default" and node.args[0].name in self.sources:
+                return values[node.args[0].name].astype(_dtype(node.meta["val"].dtype))
+            return values[node.name]
 
-def _interpret(
-    program: _Program,
-    parameters: dict[str, jax.Array],
-    buffers: dict[str, jax.Array],
-    batch: dict[str, jax.Array],
-    device: Device | None,
-    again: frozenset[str],
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss, and the buffers with their new values; `again` are paths of modules that the
-    backward pass computes again.
-    """
-    parts = {"parameters": parameters, "buffers": buffers, "batch": batch}
-    values: dict[str, Any] = {}
-    faults: list[str] = []
+        def run(nodes: Sequence[torch.fx.Node]) -> dict[str, Any]:
+            """The values that others read of what these nodes make."""
+            for node in nodes:
+                arguments, keywords = torch.fx.node.map_aggregate((node.args, node.kwargs), value)
+                with jax.named_scope(next(reversed(_modules(node)), "") or "loss"):
+                    values[node.name] = _run(node, arguments, keywords, device, faults)
+            kept = {self.returned, *self.results.values()}
+            own = {*nodes}
+            return {
+                n.name: values[n.name] for n in nodes if n.name in kept or not {*n.users} <= own
+            }
 
-    def value(node: Any) -> Any:
-        if not isinstance(node, torch.fx.Node):
-            return node
-        # A parameter is cast where it is read, so that its copy does not live all the time.
-        if _key(node) == "_to_copy.default" and node.args[0].name in program.sources:
-            return values[node.args[0].name].astype(_dtype(node.meta["val"].dtype))
-        return values[node.name]
-
-    def run(nodes: Sequence[torch.fx.Node]) -> dict[str, Any]:
-        """The values that others read of what these nodes make."""
-        for node in nodes:
-            arguments, keywords = torch.fx.node.map_aggregate((node.args, node.kwargs), value)
-            with jax.named_scope(next(reversed(_modules(node)), "") or "loss"):
-                values[node.name] = _run(node, arguments, keywords, device, faults)
-        kept = {program.returned, *program.results.values()}
-        own = {*nodes}
-        return {n.name: values[n.name] for n in nodes if n.name in kept or not {*n.users} <= own}
-
-    for name, (kind, key) in program.sources.items():
-        values[name] = jnp.asarray(key) if kind == "constants" else parts[kind][key]
-    called = [n for n in program.graph.nodes if n.op == "call_function" and _key(n) not in _CHECKS]
-    for block, group in itertools.groupby(
-        called, lambda node: next((path for path in _modules(node) if path in again), "")
-    ):
-        found = functools.partial(run, [*group])
-        values |= jax.checkpoint(found)() if block else found()
-    _refuse("the module", faults)
-    new = {target: values[name] for name, target in program.results.items()}
-    return values[program.returned], {**buffers, **new}
+        for name, (kind, key) in self.sources.items():
+            values[name] = jnp.asarray(key) if kind == "constants" else arrays[kind][key]
+        called = [n for n in self.graph.nodes if n.op == "call_function" and _key(n) not in _CHECKS]
+        for block, group in itertools.groupby(
+            called, lambda node: next((path for path in _modules(node) if path in again), "")
+        ):
+            found = functools.partial(run, [*group])
+            values |= jax.checkpoint(found)() if block else found()
+        _refuse("the module", faults)
+        new = {target: values[name] for name, target in self.results.items()}
+        return values[self.returned], {**arrays["buffers"], **new}
 
 
 def blocks(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -385,7 +384,8 @@ def blocks(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     found: dict[str, torch.nn.Module] = {}
     for name, child in module.named_modules():
         if isinstance(child, torch.nn.ModuleList) and not name.startswith((*found,)):
-            found |= {f"{name}.{i}.".removeprefix("."): item for i, item in enumerate(child)}
+            for i, item in enumerate(child):
+                found[f"{name}.{i}.".removeprefix(".")] = item
     return {name.removesuffix("."): item for name, item in found.items()}
 
 
@@ -398,17 +398,24 @@ def _modules(node: torch.fx.Node) -> list[str]:
 def _run(
     node: torch.fx.Node, arguments: Any, keywords: Any, device: Device | None, faults: list[str]
 ) -> Any:
-    """One operator, with results of the dtypes that PyTorch found. Of a variant that has no
-    function it adds a fault, and goes on with zeros to find the others.
+    """One operator, with results of the dtypes that PyTorch found; attention by the fused kernel of
+    the device where that computes it. Of a variant that has no function it adds a fault, and goes
+    on with zeros to find the others.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target(*arguments, **keywords)
     key = _key(node)
-    keywords = {k: v for k, v in keywords.items() if k not in ("device", "pin_memory", "layout")}
-    if "dtype" in keywords:
-        keywords["dtype"] = None if keywords["dtype"] is None else _dtype(keywords["dtype"])
+    keywords = dict(keywords)
+    for name in ("device", "pin_memory", "layout"):
+        keywords.pop(name, None)
+    if keywords.get("dtype") is not None:
+        keywords["dtype"] = _dtype(keywords["dtype"])
     if key == _ATTENTION:
-        keywords["kernel"] = _kernel(arguments, device)
+        fused, (q, k) = attention_of(device), arguments[:2]
+        keywords["kernel"] = "plain"
+        if fused is not None and q.ndim == 4 and (len(arguments) < 4 or arguments[3] is None):
+            if not fused.lacks(str(q.dtype), q.shape[-1], {q.shape[-2], k.shape[-2]}):
+                keywords["kernel"] = fused.kernel
     found = node.meta["val"]
     try:
         result = OPERATORS[key](*arguments, **keywords)
@@ -419,10 +426,10 @@ def _run(
         )
     if torch.is_tensor(found):
         return _as_found(key, result, found)
-    return tuple(
-        made if wanted is None else _as_found(key, made, wanted)
-        for made, wanted in zip(result, found, strict=False)
-    )
+    results = []
+    for made, wanted in zip(result, found, strict=False):
+        results.append(made if wanted is None else _as_found(key, made, wanted))
+    return tuple(results)
 
 
 def _as_found(key: str, made: Any, found: Any) -> Any:
@@ -430,14 +437,3 @@ def _as_found(key: str, made: Any, found: Any) -> Any:
     assert made.shape == tuple(found.shape), f"{key}: {made.shape}, not {tuple(found.shape)}"
     dtype = _dtype(found.dtype)
     return made if made.dtype == dtype else made.astype(dtype)
-
-
-def _kernel(arguments: Any, device: Device | None) -> str:
-    """The fused attention of a device where it computes this one, else "plain"."""
-    fused = attention_of(device)
-    query, key = arguments[:2]
-    if fused is None or query.ndim != 4 or (len(arguments) > 3 and arguments[3] is not None):
-        return "plain"
-    lengths = {query.shape[-2], key.shape[-2]}
-    lacks = fused.lacks(str(query.dtype), query.shape[-1], lengths)
-    return "plain" if lacks else fused.kernel

@@ -81,8 +81,9 @@ def _affine(x: Any, weight: Any, bias: Any, shape: Sequence[int] | None = None) 
     return x if bias is None else x + (bias if shape is None else bias.reshape(shape))
 
 
-@operator("native_layer_norm.default")
-def _native_layer_norm(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: Any) -> Any:
+def _layer_norm(
+    x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: Any = 1e-5, *_: Any
+) -> Any:
     dims = tuple(range(x.ndim - len(shape), x.ndim))
     normalized, mean, rstd = _normalized(wide(x), dims, eps)
     return _affine(normalized, weight, bias).astype(x.dtype), mean, rstd
@@ -90,9 +91,8 @@ def _native_layer_norm(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps
 
 table(
     {
-        "layer_norm.default": lambda x, shape, weight=None, bias=None, eps=1e-5, *_: (
-            _native_layer_norm(x, shape, weight, bias, eps)[0]
-        )
+        "native_layer_norm.default": _layer_norm,
+        "layer_norm.default": lambda *given, **named: _layer_norm(*given, **named)[0],
     }
 )
 
@@ -116,7 +116,6 @@ def _group_norm(
     return _affine(normalized.reshape(x.shape), weight, bias, channels)
 
 
-@operator("_native_batch_norm_legit_functional.default")
 def _batch_norm(
     x: Any,
     weight: Any,
@@ -150,9 +149,10 @@ def _batch_norm(
 
 table(
     {
-        "_native_batch_norm_legit_no_training.default": lambda x, *given: _batch_norm(
-            x, *given[:4], False, *given[4:]
-        )[:3]
+        "_native_batch_norm_legit_functional.default": _batch_norm,
+        "_native_batch_norm_legit_no_training.default": lambda x, w, b, mean, var, momentum, eps: (
+            _batch_norm(x, w, b, mean, var, False, momentum, eps)[:3]
+        ),
     }
 )
 

@@ -161,6 +161,7 @@ def _var(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) ->
     return jnp.var(wide(x), axis=_dims(dim), ddof=int(correction), keepdims=keepdim)
 
 
+@operator("linalg_vector_norm.default", "norm.ScalarOpt_dim", "norm.Scalar")
 def _norm(x: Any, order: Any = 2, dim: Any = None, keepdim: bool = False) -> Any:
     x = wide(x) if dim is not None else wide(x).ravel()
     return jnp.linalg.norm(x, order, _dims(dim), keepdim)
@@ -195,7 +196,6 @@ table(
             _var(x, dim, correction, keepdim),
             jnp.mean(wide(x), axis=_dims(dim), keepdims=keepdim),
         ),
-        "linalg_vector_norm.default norm.ScalarOpt_dim norm.Scalar": _norm,
         "cumsum.default": lambda x, dim, dtype=None: jnp.cumsum(x, dim, dtype=dtype),
         "cumprod.default": lambda x, dim, dtype=None: jnp.cumprod(x, dim, dtype=dtype),
         "diff.default": lambda x, n=1, dim=-1, *ends: jnp.diff(x, n, dim, *ends),
@@ -220,6 +220,7 @@ def _sort(x: Any, dim: int = -1, descending: bool = False) -> Any:
 # Shapes.
 
 
+@operator("squeeze.default", "squeeze.dim", "squeeze.dims")
 def _squeeze(x: Any, dim: Any = None) -> Any:
     dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     return jnp.squeeze(x, tuple(d for d in dims if x.shape[d] == 1))
@@ -241,7 +242,6 @@ table(
         "transpose.int": jnp.swapaxes,
         "t.default": lambda x: x.T,
         "unsqueeze.default": jnp.expand_dims,
-        "squeeze.default squeeze.dim squeeze.dims": _squeeze,
         "repeat.default": lambda x, repeats: jnp.tile(x, tuple(repeats)),
         "repeat_interleave.self_int": lambda x, repeats, dim=None, **_: jnp.repeat(x, repeats, dim),
         # An empty list of numbers may be joined with anything.
@@ -313,8 +313,8 @@ def _index(x: Any, indices: Sequence[Any]) -> Any:
 def _gather(x: Any, dim: int, index: Any, **_: Any) -> Any:
     dim %= x.ndim
     # The index may be shorter than the array in the other dims.
-    if any(k != dim and size != index.shape[k] for k, size in enumerate(x.shape)):
-        ends = [size if k == dim else index.shape[k] for k, size in enumerate(x.shape)]
+    ends = [*index.shape[:dim], x.shape[dim], *index.shape[dim + 1 :]]
+    if ends != [*x.shape]:
         x = jax.lax.slice(x, [0] * x.ndim, ends)
     return jnp.take_along_axis(x, index, dim)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..cluster import Cluster
 from ..cost import PlannedStep
-from ..plans import ArrayInterface, Plan, StagePlan, grouped_arrays
+from ..plans import ArrayInterface, Plan, StagePlan, device_range, grouped_arrays
 from ..runtime import (
     CompiledCollective,
     StageExport,
@@ -43,8 +43,8 @@ def verify_pipeline(
     cluster = Cluster.from_dict(plan.cluster)
     chosen = resolve_target(target, cluster, limit_bytes=plan.prediction.memory_limit_bytes)
     tell = progress or (lambda line: None)
-    sizes = [math.prod(stage.mesh_shape) for stage in plan.stages]
-    with Compiler(chosen, num_devices=max(sizes), progress=tell, cache=cache) as compiler:
+    most = max(math.prod(stage.mesh_shape) for stage in plan.stages)
+    with Compiler(chosen, num_devices=most, progress=tell, cache=cache) as compiler:
         # Starting takes seconds, in which the programs are exported here.
         compiler.start()
         tell("exporting the programs")
@@ -77,9 +77,10 @@ def verify_pipeline(
     every = range(len(plan.stages))
     verified = []
     for number in every:
-        positions = [
-            k for k, export in enumerate(exports) if export.stage == number and export.runs
-        ]
+        positions = []
+        for k, export in enumerate(exports):
+            if export.stage == number and export.runs:
+                positions.append(k)
         verified.append(
             _stage(
                 plan,
@@ -90,14 +91,15 @@ def verify_pipeline(
                 memory([number]),
             )
         )
+    devices: set[int] = set()
+    for stage in plan.stages:
+        devices.update(range(*device_range(stage)))
     together = []
     for s in range(plan.num_submeshes):
         together.append([k for k in every if pipeline.schedule.submesh_of(k) == s])
     return Verification(
         target=chosen,
-        num_devices=len(
-            {d for stage, n in zip(plan.stages, sizes, strict=True) for d in _devices(stage, n)}
-        ),
+        num_devices=len(devices),
         limit_bytes=chosen.limit_bytes,
         predicted_step_time_s=plan.prediction.step_time_s,
         predicted_compute_s=plan.prediction.compute_s,
@@ -109,10 +111,6 @@ def verify_pipeline(
         ),
         remarks=remarks_on(cluster, chosen, [p.compiled for p in programs]),
     )
-
-
-def _devices(stage: StagePlan, count: int) -> range:
-    return range(stage.first_device, stage.first_device + count)
 
 
 def _compile_all(

@@ -147,7 +147,7 @@ def _exported(jitted: Any, structs: Sequence[Any], platform: str) -> Any:
     from jax import export
 
     def written(names: Set[str]) -> Any:
-        checks = [export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
+        checks = list(map(export.DisabledSafetyCheck.custom_call, sorted(names)))
         return export.export(jitted, platforms=[platform], disabled_checks=checks)(*structs)
 
     # The same release of JAX reads the module. So it need not be written for readers of other

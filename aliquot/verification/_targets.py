@@ -53,19 +53,18 @@ class GPUDescription:
 
     def text(self) -> str:
         """The description as XLA reads it (a text proto)."""
-        figures = {
-            name: getattr(self, name)
-            for name in (
-                "core_count",
-                "fpus_per_core",
-                "shared_memory_per_core",
-                "shared_memory_per_block_optin",
-                "l2_cache_size",
-                "device_memory_size",
-                "memory_bandwidth",
-                "clock_rate_ghz",
-            )
-        }
+        figures = {}
+        for name in (
+            "core_count",
+            "fpus_per_core",
+            "shared_memory_per_core",
+            "shared_memory_per_block_optin",
+            "l2_cache_size",
+            "device_memory_size",
+            "memory_bandwidth",
+            "clock_rate_ghz",
+        ):
+            figures[name] = getattr(self, name)
         fields = " ".join(f"{name}: {value}" for name, value in {**_LIMITS, **figures}.items())
         extension = "ACCELERATED_FEATURES" if self.accelerated else "NONE"
         major, minor = self.capability
@@ -168,7 +167,9 @@ class CompileTarget:
             hosts, rest = divmod(num_devices, inside)
             return f"{hosts}x1x{inside}" if not rest else f"{num_devices}x1x1"
         if self.kind == "tpu":
-            return f"{self.name}:{'x'.join(map(str, _torus(num_devices, TPU_DIMS[self.name])))}"
+            # The most even slice of so many chips.
+            sides = min(_factorisations(num_devices, TPU_DIMS[self.name]), key=sum)
+            return f"{self.name}:{'x'.join(map(str, sides))}"
         return ""
 
 
@@ -234,20 +235,12 @@ def _from_file(path: Path) -> CompileTarget:
     )
 
 
-def _torus(num_devices: int, dims: int) -> tuple[int, ...]:
-    """The most even slice of so many chips; sides ascend.
-
-    >>> _torus(8, 2), _torus(16, 3)
-    ((2, 4), (2, 2, 4))
-    """
-    best: tuple[int, ...] = (*(1,) * (dims - 1), num_devices)
-    for sides in _factorisations(num_devices, dims):
-        if sum(sides) < sum(best):
-            best = sides
-    return best
-
-
 def _factorisations(number: int, parts: int, least: int = 1) -> list[tuple[int, ...]]:
+    """Ascending factors of a number, as many as there are parts, none below the least.
+
+    >>> _factorisations(8, 2), min(_factorisations(16, 3), key=sum)
+    ([(1, 8), (2, 4)], (2, 2, 4))
+    """
     if parts == 1:
         return [(number,)] if number >= least else []
     factorisations = []

@@ -53,17 +53,13 @@ def compiled_collectives(
         if not line.startswith(" "):
             kept.append(line)
         elif _COLLECTIVE.search(line):
-            kept.append(_labelled(line, causes.of(line)))
+            cause = causes.of(line).replace('"', "'")
+            own = _OP_NAME.search(line)
+            start, end = own.span() if own else (len(line), len(line))
+            kept.append(f'{line[:start]}{"" if own else ", "}op_name="{cause}"{line[end:]}')
         elif any(word in line for word in _STRUCTURE) and " fusion(" not in line:
             kept.append(line)
     return find_collectives("\n".join(kept), axis_names, axis_sizes)
-
-
-def _labelled(line: str, cause: str) -> str:
-    cause = cause.replace('"', "'")
-    if _OP_NAME.search(line):
-        return _OP_NAME.sub(lambda _: f'op_name="{cause}"', line, count=1)
-    return f'{line}, op_name="{cause}"'
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,7 +113,10 @@ class _Causes:
             if number and (not named or "/" not in named.group(1)):
                 # Parameters of loop bodies are tuples; only a step's inputs are arrays.
                 return vague if " = (" in current else f"{INPUT}{number.group(1)}"
-            name = _operator(named.group(1)) if named else ""
+            # The innermost of a path such as `jit(run)/jvp()/dot_general`; merged ones are joined
+            # by colons.
+            innermost = named.group(1).rpartition("/")[2] if named else ""
+            name = next(filter(None, re.split(r"[():]", innermost)), "")
             if name not in _OURS:
                 frame = _FRAME.search(current)
                 place = self._place(int(frame.group(1))) if frame else ""
@@ -127,7 +126,7 @@ class _Causes:
                     phase = " in the backward pass" if is_backward else ""
                     return f"{name}{phase} at {place}{more}"
                 vague = vague or name
-            made_by = (self.lines.get(each) for each in self._operands(current))
+            made_by = map(self.lines.get, self._operands(current))
             waiting += [each for each in made_by if each is not None and each not in waiting]
         return vague
 
@@ -152,14 +151,6 @@ class _Causes:
                 current = parent
             self.places[frame] = place
         return self.places[frame]
-
-
-def _operator(op_name: str) -> str:
-    """The innermost name of a path such as `jit(run)/jvp()/dot_general`; merged ones are joined by
-    colons.
-    """
-    parts = [part for part in re.split(r"[():]", op_name.rsplit("/", 1)[-1]) if part]
-    return parts[0] if parts else ""
 
 
 def _texts(rows: Sequence[str]) -> dict[int, str]:
@@ -217,10 +208,9 @@ def modelled_compute_s(text: str) -> float:
         if '"reification_cost"' not in line or _COLLECTIVE.search(line):
             return 0.0
         found = _COSTS.search(line)
-        costs = {
-            each["name"]: float(each["exec_time_us"])
-            for each in (json.loads(found[1]) if found else ())
-        }
+        costs = {}
+        for each in json.loads(found[1]) if found else ():
+            costs[each["name"]] = float(each["exec_time_us"])
         named = [costs[name] for name in ("indexing-cost-model", "sol", "") if name in costs]
         return 1e-6 * named[0] if named else 0.0
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -30,29 +31,32 @@ def require_compiler(target: CompileTarget) -> Mapping[str, str]:
         fitting = (
             f"jax-cuda12-plugin=={jax_version} jax-cuda12-pjrt=={jax_version} nvidia-cuda-nvcc-cu12"
         )
-        versions = {name: _version(name) for name in _GPU_PACKAGES}
-        missing = [name for name, number in versions.items() if number is None]
+        versions, missing = {}, []
+        for name in _GPU_PACKAGES:
+            try:
+                versions[name] = version(name)
+            except PackageNotFoundError:
+                missing.append(name)
         if missing:
             raise _missing(target, ", ".join(missing), "verify-gpu", f"--no-deps {fitting}")
-        wrong = [
-            f"{name} {versions[name]}"
-            for name in _GPU_PACKAGES[:2]
-            if versions[name] != jax_version
-        ]
+        wrong = []
+        for name in _GPU_PACKAGES[:2]:
+            if versions[name] != jax_version:
+                wrong.append(f"{name} {versions[name]}")
         if wrong:
             raise CompilerMissingError(
                 f"the compiler for {target.name} is {' and '.join(wrong)}, and JAX is"
                 f" {jax_version}: they must be the same release.\n  Run: pip install --no-deps"
                 f" {fitting}"
             )
-        folder = _cuda_folder()
+        places: Iterable[str] = ()
+        with contextlib.suppress(ModuleNotFoundError):
+            module_spec = importlib.util.find_spec("nvidia.cuda_nvcc")
+            places = (module_spec and module_spec.submodule_search_locations) or ()
+        folder = next((p for p in map(Path, places) if (p / "bin" / "ptxas").is_file()), None)
         if folder is None:
-            raise _missing(
-                target,
-                "the assembler of nvidia-cuda-nvcc-cu12",
-                "verify-gpu",
-                f"--no-deps {fitting}",
-            )
+            what = "the assembler of nvidia-cuda-nvcc-cu12"
+            raise _missing(target, what, "verify-gpu", f"--no-deps {fitting}")
         flags = _UNTUNED | (_MODELLED if target.name in _WITH_TABLES else {})
         return {"XLA_FLAGS": with_xla_flags(f"--xla_gpu_cuda_data_dir={folder}", flags)}
     if target.kind == "tpu":
@@ -79,19 +83,3 @@ def _missing(target: CompileTarget, what: str, extra: str, packages: str) -> Com
         f" {what}).\n  Run: {how_to_install(extra)}   (or only the compiler: pip install"
         f" {packages})"
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _cuda_folder() -> Path | None:
-    try:
-        module_spec = importlib.util.find_spec("nvidia.cuda_nvcc")
-    except ModuleNotFoundError:
-        return None
-    places = list(module_spec.submodule_search_locations or ()) if module_spec else []
-    return next((Path(place) for place in places if Path(place, "bin", "ptxas").is_file()), None)

@@ -57,11 +57,10 @@ def _correct_temporaries(memory: dict[str, int], reports: Path) -> None:
     For TPUs, `memory_analysis` has a figure up to a fifth higher (libtpu 0.0.42): programs compile
     within limits below it, and where one is refused, the compiler names the sum of its report.
     """
-    totals = [
-        total
-        for path in reports.glob(_REPORT)
-        if (total := reported_bytes(path.read_text())) is not None
-    ]
+    totals = []
+    for path in reports.glob(_REPORT):
+        if (total := reported_bytes(path.read_text())) is not None:
+            totals.append(total)
     if totals:
         held = memory["argument_bytes"] + memory["output_bytes"] - memory["alias_bytes"]
         memory["temp_bytes"] = max(max(totals) - held, 0)
@@ -119,8 +118,8 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
                 + memory.host_temp_size_in_bytes
             ),
         },
-        "collectives": [asdict(each) for each in compiled_collectives(text, names, sizes)],
-        "out_dims": [_dims(sharding) for sharding in compiled.output_shardings],
+        "collectives": list(map(asdict, compiled_collectives(text, names, sizes))),
+        "out_dims": list(map(_dims, compiled.output_shardings)),
         "out_bytes": [
             # Host memory is counted by itself.
             0
@@ -139,9 +138,10 @@ def _dims(sharding: Any) -> list[list[str]] | None:
     spec = getattr(sharding, "spec", None)
     if spec is None:
         return None
-    return [
-        [] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in spec
-    ]
+    found = []
+    for axes in spec:
+        found.append([] if axes is None else [axes] if isinstance(axes, str) else list(axes))
+    return found
 
 
 def _mesh(request: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ from aliquot.report import (
 )
 from aliquot.report._asked import command_of
 from aliquot.report._drawings import _spaced, areas, round_ticks, time_marks
-from aliquot.report._page import _breakable
+from aliquot.report._page import table
 
 SLOWER = replace(PREDICTION, step_time_s=0.014, communication_s=0.006, hidden_s=0.003)
 COMPARISON = Comparison(
@@ -162,8 +162,9 @@ def test_labels_of_an_axis_never_meet():
 
 
 def test_paths_may_be_broken_and_words_and_numbers_never():
-    assert _breakable("state.params.layers[*].w") == "state.<wbr/>params.<wbr/>layers[*].<wbr/>w"
-    assert _breakable("recomputation 9.0 ms <b>") == "recomputation 9.0 ms &lt;b&gt;"
+    cells = table((), [["state.params.layers[*].w"], ["recomputation 9.0 ms <b>"]])
+    assert ">state.<wbr/>params.<wbr/>layers[*].<wbr/>w<" in cells
+    assert ">recomputation 9.0 ms &lt;b&gt;<" in cells
     assert "overflow-wrap:anywhere" not in page(sample_plan())
 
 

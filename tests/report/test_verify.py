@@ -6,7 +6,7 @@ import pytest
 from sample_plans import sample_plan
 from verify.verdicts import verified
 
-from aliquot.report._verify import _buffer_rows, _facts, _memory_rows, _tables
+from aliquot.report._verify import _facts, _memory_rows, _tables
 
 
 @pytest.mark.parametrize(
@@ -60,5 +60,6 @@ def test_parts_of_the_memory_have_the_names_that_plans_show():
 @pytest.mark.parametrize(("most", "is_told"), [(0, False), (30, False), (70, True)])
 def test_a_peak_that_leaves_out_temporaries_is_none(most, is_told):
     sizes = {"arguments": 30, "temporaries": 50, "outputs": 30, "aliases": 30, "peak": 80}
-    names = [name for name, _ in _buffer_rows({**sizes, "in_use_at_once": most})]
+    rows = _memory_rows({"arguments": 30}, {**sizes, "in_use_at_once": most})
+    names = [row[2] for row in rows]
     assert ("(most in use at once)" in names) is is_told

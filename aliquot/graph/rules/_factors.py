@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
-from .._rule import DimRule, Dims, Exchange, Inside, Ring, Scores
+from .._rule import DimRule, Dims, HasShape
 
 
 class Factors:
@@ -29,13 +30,24 @@ class Factors:
         """A factor that must stay whole."""
         return self._next(self._whole, size)
 
-    def splits(self, shape: Sequence[int]) -> Dims:
-        """A factor that may be split for each dim of a shape."""
-        return tuple(self.split(size) for size in shape)
+    def splits(self, shape: Sequence[int], whole: Collection[int] = ()) -> Dims:
+        """A factor for each dim of a shape: one that may be split, or that must stay whole for the
+        dims in `whole`.
+        """
+        if not whole:
+            return tuple(map(self.split, shape))
+        dims = []
+        for d, size in enumerate(shape):
+            dims.append(self.whole(size) if d in whole else self.split(size))
+        return tuple(dims)
 
     def wholes(self, shape: Sequence[int]) -> Dims:
         """A factor that must stay whole for each dim of a shape."""
-        return tuple(self.whole(size) for size in shape)
+        return tuple(map(self.whole, shape))
+
+    def all_whole(self, operands: Sequence[HasShape]) -> tuple[Dims, ...]:
+        """A factor that must stay whole for each dim of some operands."""
+        return tuple([self.wholes(o.shape) for o in operands])
 
     def pair(self, before: int, after: int, *, same: bool) -> tuple[str, str]:
         """Letters of one dim before and after an operator: one factor that may be split if the dim
@@ -58,39 +70,29 @@ class Factors:
         operands: Sequence[Dims],
         results: Sequence[Dims],
         *,
-        linear: tuple[int, ...] = (),
-        reduce: str = "sum",
-        contracts: bool = False,
-        flops_per_point: float = 0.0,
-        accessed_bytes: float = 0.0,
-        scores: Scores | None = None,
-        summed: frozenset[int] = frozenset(),
-        partial: frozenset[int] = frozenset(),
-        ring: Ring | None = None,
-        exchange: Exchange | None = None,
-        inside: Sequence[Inside] = (),
         exchanged: Iterable[Iterable[str]] = (),
+        **others: Any,
     ) -> DimRule:
-        """The rule, with the sizes of all factors handed out."""
+        """The rule, with the sizes of all factors handed out; `others` are fields of `DimRule`."""
         # Dims of size one have no factor.
         exchanges = (frozenset(names) - {"1"} for names in exchanged)
         return DimRule(
             operands=tuple(operands),
             results=tuple(results),
             sizes=self.sizes,
-            linear=linear,
-            reduce=reduce,
-            contracts=contracts,
-            flops_per_point=flops_per_point,
-            accessed_bytes=accessed_bytes,
-            scores=scores,
-            summed=summed,
-            partial=partial,
-            ring=ring,
-            exchange=exchange,
-            inside=tuple(inside),
-            exchanged=tuple(names for names in exchanges if names),
+            exchanged=tuple(filter(None, exchanges)),
+            **others,
         )
+
+
+def without(dims: Dims, dropped: Collection[int]) -> Dims:
+    """The factors of all dims but some."""
+    return tuple([factor for d, factor in enumerate(dims) if d not in dropped])
+
+
+def merged(*parts: str) -> str:
+    """One dim of several factors, major first."""
+    return "".join(part for part in parts if part != "1") or "1"
 
 
 def _letters(first: str, wanted: Callable[[str], bool]) -> Iterator[str]:

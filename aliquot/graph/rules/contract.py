@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from string import ascii_lowercase
 from typing import Any
 
-from .._rule import DimRule, HasShape, register_dim_rule
+from .._rule import DimRule, Dims, HasShape, register_dim_rule
 from .._traits import Traits, same_parameters
 from ._factors import Factors
 
@@ -37,20 +37,20 @@ def _dot_general(
             if d not in names:
                 names[d] = next(letters)
                 out.append(names[d])
-    sizes = {left[d]: size for d, size in enumerate(lhs.shape)} | {
-        right[d]: size for d, size in enumerate(rhs.shape)
-    }
+    left_dims, right_dims = _in_order(left), _in_order(right)
     return DimRule(
-        operands=(
-            tuple(left[d] for d in range(len(lhs.shape))),
-            tuple(right[d] for d in range(len(rhs.shape))),
-        ),
+        operands=(left_dims, right_dims),
         results=(tuple(out),),
-        sizes=sizes,
+        sizes=dict(zip((*left_dims, *right_dims), (*lhs.shape, *rhs.shape), strict=True)),
         linear=(1, 2),
         contracts=True,
         flops_per_point=2.0,
     )
+
+
+def _in_order(names: Mapping[int, str]) -> Dims:
+    """The names of all dims of an operand."""
+    return tuple([names[d] for d in range(len(names))])
 
 
 @register_dim_rule("ragged_dot_general", traits=Traits(costly=True))
@@ -98,11 +98,7 @@ def _ragged_dot_general(
     # of groups, although groups are a factor.
     flops = 2.0 * math.prod(lhs.shape) * columns
     return f.rule(
-        (
-            tuple(left[d] for d in range(len(lhs.shape))),
-            tuple(right[d] for d in range(len(rhs.shape))),
-            (*leading, groups),
-        ),
+        (_in_order(left), _in_order(right), (*leading, groups)),
         (tuple(out),),
         linear=(1, 2, 0),
         contracts=True,

@@ -8,7 +8,7 @@ from typing import Any
 
 from .._rule import DimRule, HasShape, register_dim_rule
 from .._traits import Traits
-from ._factors import Factors
+from ._factors import Factors, merged
 
 
 @register_dim_rule("conv_general_dilated", traits=Traits(multiplies=True, costly=True))
@@ -40,13 +40,14 @@ def _conv_general_dilated(
     o = f.whole(results[0][out_o] // groups) if groups > 1 else f.split(results[0][out_o])
 
     lhs, rhs, out = ["1"] * len(image.shape), ["1"] * len(kernel.shape), ["1"] * len(results[0])
-    lhs[image_n] = _merged(group, n) if by_batch > 1 else n
-    lhs[image_c] = _merged(group, i) if by_feature > 1 else i
-    rhs[kernel_o] = out[out_o] = _merged(group, o)
+    lhs[image_n] = merged(group, n) if by_batch > 1 else n
+    lhs[image_c] = merged(group, i) if by_feature > 1 else i
+    rhs[kernel_o] = out[out_o] = merged(group, o)
     rhs[kernel_i], out[out_n] = i, n
     moved_over = 1
     for k, (a, b, c) in enumerate(zip(image_x, kernel_x, out_x)):
-        if _is_pointwise(k, kernel.shape[b], params):
+        steps = params["window_strides"][k], params["lhs_dilation"][k], kernel.shape[b]
+        if steps == (1, 1, 1) and tuple(params["padding"][k]) == (0, 0):
             lhs[a] = out[c] = f.split(image.shape[a])
             continue
         lhs[a], rhs[b], out[c] = (
@@ -64,13 +65,3 @@ def _conv_general_dilated(
         # window already count.
         flops_per_point=2.0 / max(moved_over, 1) if math.prod(image.shape) else 0.0,
     )
-
-
-def _is_pointwise(k: int, window: int, params: Mapping[str, Any]) -> bool:
-    return window == params["window_strides"][k] == params["lhs_dilation"][k] == 1 and tuple(
-        params["padding"][k]
-    ) == (0, 0)
-
-
-def _merged(major: str, minor: str) -> str:
-    return "".join(part for part in (major, minor) if part != "1") or "1"

@@ -33,7 +33,15 @@ def _elementwise(linear: int | None) -> DimRuleFn:
     def declare(
         operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
     ) -> DimRule:
-        shape = results[0]
+        shape, count = results[0], len(operands)
+        scales: tuple[int, ...] = ()
+        match linear:
+            case 1:
+                scales = (1,) * count
+            case 2:
+                scales = tuple(range(1, count + 1))
+            case 3:
+                scales = (1,) + (0,) * (count - 1)
         letters = ascii_lowercase[: len(shape)]
         dims = []
         for operand in operands:
@@ -43,21 +51,10 @@ def _elementwise(linear: int | None) -> DimRuleFn:
             operands=tuple(dims),
             results=(tuple(letters),) * len(results),
             sizes=dict(zip(letters, shape, strict=True)),
-            linear=_linear(linear, len(operands)),
+            linear=scales,
         )
 
     return declare
-
-
-def _linear(kind: int | None, count: int) -> tuple[int, ...]:
-    match kind:
-        case 1:
-            return (1,) * count
-        case 2:
-            return tuple(range(1, count + 1))
-        case 3:
-            return (1,) + (0,) * (count - 1)
-    return ()
 
 
 _TRAITS = Traits(on_rows=same_parameters)

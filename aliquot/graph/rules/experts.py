@@ -34,7 +34,7 @@ def _experts(is_backward: bool) -> DimRuleFn:
         count, inner, made = matrices[-1].shape
         top, features, num_into = chosen.shape[-1], tokens.shape[-1], len(matrices) - 1
         f = Factors()
-        lead = [f.split(size) for size in tokens.shape[:-1]]
+        lead = list(map(f.split, tokens.shape[:-1]))
         dim = next((d for d, size in enumerate(tokens.shape[:-1]) if size > 1), -1)
         e = f.split(math.gcd(count, tokens.shape[dim]) if dim >= 0 else count)
         exchange = None

@@ -28,11 +28,10 @@ def _gather(
     table, index = operands
     numbers, taken = params["dimension_numbers"], params["slice_sizes"]
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims))
-    offsets = [
-        d
-        for d in range(len(table.shape))
-        if d not in numbers.collapsed_slice_dims and d not in batching
-    ]
+    offsets = []
+    for d in range(len(table.shape)):
+        if d not in numbers.collapsed_slice_dims and d not in batching:
+            offsets.append(d)
     rows = f.splits(index.shape[:-1])
     array, window = _array_and_window(
         f, table.shape, taken, numbers.start_index_map, batching, rows
@@ -70,11 +69,10 @@ def _scatter(linear: tuple[int, ...], reduce: str | None) -> DimRuleFn:
             f.split(n) if reduce is not None or d in batching.values() else f.whole(n)
             for d, n in enumerate(row_sizes)
         )
-        windows = [
-            d
-            for d in range(len(array.shape))
-            if d not in numbers.inserted_window_dims and d not in batching
-        ]
+        windows = []
+        for d in range(len(array.shape)):
+            if d not in numbers.inserted_window_dims and d not in batching:
+                windows.append(d)
         place = dict(zip(numbers.update_window_dims, windows))
         taken = [1] * len(array.shape)
         for d, source in place.items():

@@ -28,9 +28,7 @@ def _batched(inner: int) -> DimRuleFn:
         def dims(shape: Sequence[int]) -> tuple[str, ...]:
             return (*batch, *f.wholes(shape[count:]))
 
-        return f.rule(
-            tuple(dims(o.shape) for o in operands), tuple(dims(shape) for shape in results)
-        )
+        return f.rule(tuple(dims(o.shape) for o in operands), tuple(map(dims, results)))
 
     return declare
 

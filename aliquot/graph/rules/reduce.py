@@ -7,7 +7,7 @@ from typing import Any
 
 from .._rule import DimRule, DimRuleFn, HasShape, register_dim_rule, whole
 from .._traits import Traits, same_parameters
-from ._factors import Factors
+from ._factors import Factors, without
 
 # The kind of a reduction, and the primitive that joins two of its results.
 _REDUCTIONS = {
@@ -30,7 +30,7 @@ def _reduction(kind: str) -> DimRuleFn:
     ) -> DimRule:
         f = Factors()
         dims = f.splits(operands[0].shape)
-        kept = tuple(letter for d, letter in enumerate(dims) if d not in params["axes"])
+        kept = without(dims, params["axes"])
         return f.rule((dims,), (kept,), linear=(1,) if kind == "sum" else (), reduce=kind)
 
     return declare
@@ -51,7 +51,7 @@ def _collective(kind: str) -> DimRuleFn:
         f = Factors()
         before, after = [f.splits(o.shape) for o in operands], []
         for dims in before:
-            after.append(tuple(x for d, x in enumerate(dims) if d not in params["axes"]))
+            after.append(without(dims, params["axes"]))
         linear = (1,) * len(operands) if kind == "sum" else ()
         return f.rule(before, after, linear=linear, reduce=kind)
 
@@ -67,9 +67,8 @@ def _reduce_whole(
 ) -> DimRule:
     """Reductions whose partial results no collective combines: the reduced dims stay whole."""
     f = Factors()
-    axes = params["axes"]
-    dims = tuple(f.whole(n) if d in axes else f.split(n) for d, n in enumerate(operands[0].shape))
-    return f.rule((dims,), (tuple(letter for d, letter in enumerate(dims) if d not in axes),))
+    dims = f.splits(operands[0].shape, params["axes"])
+    return f.rule((dims,), (without(dims, params["axes"]),))
 
 
 register_dim_rule("argmax", "argmin", traits=Traits(on_rows=same_parameters))(_reduce_whole)
@@ -84,9 +83,8 @@ def _reduce(
     f = Factors()
     axes = params["dimensions"]
     arrays = len(operands) // 2
-    dims = tuple(f.whole(n) if d in axes else f.split(n) for d, n in enumerate(operands[0].shape))
-    kept = tuple(letter for d, letter in enumerate(dims) if d not in axes)
-    return f.rule((dims,) * arrays + ((),) * arrays, (kept,) * arrays)
+    dims = f.splits(operands[0].shape, axes)
+    return f.rule((dims,) * arrays + ((),) * arrays, (without(dims, axes),) * arrays)
 
 
 def _running(linear: tuple[int, ...]) -> DimRuleFn:
@@ -96,10 +94,7 @@ def _running(linear: tuple[int, ...]) -> DimRuleFn:
         operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
     ) -> DimRule:
         f = Factors()
-        dims = tuple(
-            f.whole(n) if d == params["axis"] else f.split(n)
-            for d, n in enumerate(operands[0].shape)
-        )
+        dims = f.splits(operands[0].shape, (params["axis"],))
         return f.rule((dims,), (dims,), linear=linear)
 
     return declare

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._rule import DimRule, Dims, HasShape, register_dim_rule
 from .._traits import Moves, Traits, leading_size, same_parameters
-from ._factors import Factors
+from ._factors import Factors, merged, without
 
 _ROW_BY_ROW = Traits(on_rows=same_parameters)
 
@@ -30,11 +30,17 @@ def _reshape(
     which the operand's dims are read.
     """
     shape, after = operands[0].shape, results[0]
+    f = Factors()
     if math.prod(shape) == 0:
-        return _empty_reshape(shape, after)
+        # The leading dims that both sides have in common pass on their splits.
+        same = 0
+        while same < min(len(shape), len(after)) and shape[same] == after[same] != 0:
+            same += 1
+        lead = f.splits(shape[:same])
+        old_dims, new_dims = f.wholes(shape[same:]), f.wholes(after[same:])
+        return f.rule(((*lead, *old_dims),), ((*lead, *new_dims),), linear=(1,))
     order = params.get("dimensions") or tuple(range(len(shape)))
     before = tuple(shape[d] for d in order)
-    f = Factors()
     old, new = ["1"] * len(before), ["1"] * len(after)
     runs = _groups(before, after)
     for left, right in runs:
@@ -46,21 +52,6 @@ def _reshape(
             exchanged.append("".join((*(old[d] for d in left), *(new[d] for d in right))))
     read = tuple(by_dim[d] for d in range(len(shape)))
     return f.rule((read,), (tuple(new),), linear=(1,), exchanged=exchanged)
-
-
-def _empty_reshape(shape: Sequence[int], after: Sequence[int]) -> DimRule:
-    """A reshape of an array without elements: the leading dims that both sides have in common pass
-    on their splits.
-    """
-    f = Factors()
-    same = next(
-        (d for d, (a, b) in enumerate(zip(shape, after)) if a != b or a == 0),
-        min(len(shape), len(after)),
-    )
-    lead = f.splits(shape[:same])
-    return f.rule(
-        ((*lead, *f.wholes(shape[same:])),), ((*lead, *f.wholes(after[same:])),), linear=(1,)
-    )
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -101,25 +92,20 @@ def _refine(
         # The two sides have no common refinement: after the shared factor, each side has its own
         # factors, which stay whole.
         for dims, shape, names in ((left, before, old), (right, after, new)):
-            names[dims[0]] = _merged(major, f.whole(shape[dims[0]] // shared))
+            names[dims[0]] = merged(major, f.whole(shape[dims[0]] // shared))
             for d in dims[1:]:
                 names[d] = f.whole(shape[d])
         return
-    letters = {
-        (start, end): major if end == shared else f.whole(end // start)
-        for start, end in zip(ends, ends[1:])
-    }
+    letters = {}
+    for start, end in zip(ends, ends[1:]):
+        letters[(start, end)] = major if end == shared else f.whole(end // start)
     for dims, shape, names in ((left, before, old), (right, after, new)):
         position = 1
         for d in dims:
             stop = position * shape[d]
             parts = [letters[s, e] for s, e in zip(ends, ends[1:]) if position <= s and e <= stop]
-            names[d] = _merged(*parts)
+            names[d] = merged(*parts)
             position = stop
-
-
-def _merged(*parts: str) -> str:
-    return "".join(part for part in parts if part != "1") or "1"
 
 
 def _boundaries(shape: Sequence[int], dims: Sequence[int]) -> set[int]:
@@ -142,7 +128,7 @@ def _broadcast_in_dim(
         for size, d in zip(source.shape, params["broadcast_dimensions"])
     )
     # The operands after the array are sizes of dynamic shapes.
-    sizes = tuple(f.wholes(o.shape) for o in operands[1:])
+    sizes = f.all_whole(operands[1:])
     return f.rule((before, *sizes), (after,), linear=(1,) + (0,) * len(sizes))
 
 
@@ -153,11 +139,7 @@ def _squeeze(
     """Drops dims of size one."""
     f = Factors()
     before = f.splits(operands[0].shape)
-    return f.rule(
-        (before,),
-        (tuple(x for d, x in enumerate(before) if d not in params["dimensions"]),),
-        linear=(1,),
-    )
+    return f.rule((before,), (without(before, params["dimensions"]),), linear=(1,))
 
 
 @register_dim_rule("transpose", traits=Traits(moves=Moves.TRANSPOSE, on_rows=same_parameters))
@@ -178,10 +160,7 @@ def _rev(
     the last of the other.
     """
     f = Factors()
-    dims = tuple(
-        f.whole(n) if d in params["dimensions"] else f.split(n)
-        for d, n in enumerate(operands[0].shape)
-    )
+    dims = f.splits(operands[0].shape, params["dimensions"])
     reversed_dims = [dims[d] for d in params["dimensions"]]
     return f.rule((dims,), (dims,), linear=(1,), exchanged=reversed_dims)
 
@@ -236,7 +215,7 @@ def _dynamic_slice(
     """Dims taken in full pass on their splits, because any start is clamped to zero."""
     f = Factors()
     before, after = _cut(f, operands[0].shape, results[0])
-    scalars = tuple(f.wholes(o.shape) for o in operands[1:])
+    scalars = f.all_whole(operands[1:])
     return f.rule((before, *scalars), (after,), linear=(1,) + (0,) * len(scalars))
 
 
@@ -249,7 +228,7 @@ def _dynamic_update_slice(
     """
     f = Factors()
     array, update = _cut(f, operands[0].shape, operands[1].shape)
-    scalars = tuple(f.wholes(o.shape) for o in operands[2:])
+    scalars = f.all_whole(operands[2:])
     return f.rule((array, update, *scalars), (array,), linear=(1, 1) + (0,) * len(scalars))
 
 
@@ -260,12 +239,7 @@ def _concatenate(
     """The joined dim stays whole in every array, unless devices exchange rows."""
     f = Factors()
     axis = params["dimension"]
-    result = _with(
-        f,
-        f.splits([1 if d == axis else n for d, n in enumerate(results[0])]),
-        axis,
-        results[0][axis],
-    )
+    result = _whole_at(f, results[0], axis)
     arrays = tuple(_with(f, result, axis, o.shape[axis]) for o in operands)
     joined = [dims[axis] for dims in (*arrays, result)]
     return f.rule(arrays, (result,), linear=(1,) * len(operands), exchanged=[joined])
@@ -279,12 +253,15 @@ def _split(
     f = Factors()
     axis = params["axis"]
     shape = operands[0].shape
-    array = _with(
-        f, f.splits([1 if d == axis else n for d, n in enumerate(shape)]), axis, shape[axis]
-    )
+    array = _whole_at(f, shape, axis)
     parts = tuple(_with(f, array, axis, shape[axis]) for shape in results)
     cut = [dims[axis] for dims in (array, *parts)]
     return f.rule((array,), parts, linear=(1,), exchanged=[cut])
+
+
+def _whole_at(f: Factors, shape: Sequence[int], axis: int) -> Dims:
+    """Dims of which one stays whole."""
+    return _with(f, f.splits((*shape[:axis], 1, *shape[axis + 1 :])), axis, shape[axis])
 
 
 def _with(f: Factors, dims: Dims, axis: int, size: int) -> Dims:
@@ -338,7 +315,7 @@ def _fresh(
 ) -> DimRule:
     """Arrays made without reading any: every dim is free."""
     f = Factors()
-    return f.rule(tuple(f.wholes(o.shape) for o in operands), (f.splits(results[0]),))
+    return f.rule(f.all_whole(operands), (f.splits(results[0]),))
 
 
 register_dim_rule("empty", "empty2")(_fresh)
@@ -365,10 +342,7 @@ def _sort(
 ) -> DimRule:
     """Keys, and arrays that are sorted along with them; the sorted dim stays whole."""
     f = Factors()
-    dims = tuple(
-        f.whole(n) if d == params["dimension"] else f.split(n)
-        for d, n in enumerate(operands[0].shape)
-    )
+    dims = f.splits(operands[0].shape, (params["dimension"],))
     return f.rule((dims,) * len(operands), (dims,) * len(results))
 
 
@@ -380,8 +354,6 @@ def _top_k(
     f = Factors()
     shape = operands[0].shape
     axis = params.get("axis", params.get("reduction_dimension", -1)) % len(shape)
-    before = _with(
-        f, f.splits([1 if d == axis else n for d, n in enumerate(shape)]), axis, shape[axis]
-    )
+    before = _whole_at(f, shape, axis)
     after = _with(f, before, axis, results[0][axis])
     return f.rule((before,), (after,) * len(results))

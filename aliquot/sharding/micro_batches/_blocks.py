@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...graph import Op
+from .._spec import differing_dims
 from ._time_specs import ANY, EQUAL, Followed, Shape, TimeKind, TimeSpec, split_at
 
 
@@ -118,7 +119,7 @@ def _outer(spec: TimeSpec, whole: Shape) -> int:
 def _cut_dim(shapes: tuple[Shape, Shape], parts: int) -> int | None:
     """The only dim that a part has a share of; None if there is no such dim."""
     whole, part = shapes
-    differing = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    differing = differing_dims(whole, part)
     if len(differing) != 1 or whole[differing[0]] != parts * part[differing[0]]:
         return None
     return differing[0]

@@ -32,11 +32,10 @@ def find_cut_state(graph: Graph, size: int) -> tuple[dict[int, int], Graph]:
 
     Raises as the user's function does if nothing is to be cut and it cannot be traced.
     """
-    state = [
-        k
-        for k, item in enumerate(graph.inputs)
-        if item.role is Role.STATE and item.output is not None
-    ]
+    state = []
+    for k, item in enumerate(graph.inputs):
+        if item.role is Role.STATE and item.output is not None:
+            state.append(k)
     for cuts in _ways(graph, state):
         if (traced := _traced(graph, size, cuts)) is not None:
             return cuts, traced
@@ -71,12 +70,11 @@ def _ways(graph: Graph, positions: Iterable[int]) -> Iterator[dict[int, int]]:
     for shape in shapes:
         dims.append([*(d for d, n in enumerate(shape) if n == rows), None])
     for chosen in itertools.islice(itertools.product(*dims), _MOST_WAYS):
-        cuts = {
-            k: dim
-            for shape, dim in zip(shapes, chosen, strict=True)
-            if dim is not None
-            for k in alike[shape]
-        }
+        cuts = {}
+        for shape, dim in zip(shapes, chosen, strict=True):
+            if dim is not None:
+                for k in alike[shape]:
+                    cuts[k] = dim
         if cuts:
             yield cuts
 

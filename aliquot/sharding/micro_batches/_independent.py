@@ -9,6 +9,7 @@ runs once. The parts of the step are told apart by dataflow alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,7 +90,7 @@ class _Cut:
     ) -> None:
         self.graph, self.part, self.eqns, self.count = graph, part, eqns, count
         self.items: Sequence[Item] = items_of(graph)
-        self.given = {i.value for i in graph.inputs} | graph.constants.keys()
+        self.given = {*graph.input_values, *graph.constants}
         self.after_backward = self._after_backward()
         self.handed_on = self._handed_on()
         self.own = self._results(on_missing_rule)
@@ -117,7 +118,7 @@ class _Cut:
             phased=Phased(
                 body=body,
                 late=late,
-                late_values=tuple(o for k in late for o in self.items[k].outputs),
+                late_values=tuple(itertools.chain(*(self.items[k].outputs for k in late))),
                 late_of_part=not summed and self._same_shapes(late),
                 crossing=tuple(sorted({*crossing, *(result for _, result in self.handed_on)})),
                 handed_on=self.handed_on,
@@ -148,8 +149,10 @@ class _Cut:
             cut = self.graph.values[given.value].shape != self.part.values[given.value].shape
             if isinstance(made, int) and made not in self.given and not cut:
                 successors[given.value] = made
-        maker = {o: item for item in self.items for o in item.outputs}
-        varying = {i.value for i in self.graph.inputs if i.role is Role.BATCH}
+        maker: dict[ValueId, Item] = {}
+        for item in self.items:
+            maker.update(dict.fromkeys(item.outputs, item))
+        varying = self.graph.inputs_of(Role.BATCH)
         handed: dict[ValueId, ValueId] = {}
         while True:
             seen = set(varying)
@@ -214,9 +217,10 @@ class _Cut:
         """Refuse a second training that takes the updated parameters of the first."""
         for k in late:
             item = self.items[k]
-            passes = [
-                n for n in item.ops if self.graph.ops[n].phase in (Phase.FORWARD, Phase.BACKWARD)
-            ]
+            passes = []
+            for n in item.ops:
+                if self.graph.ops[n].phase in (Phase.FORWARD, Phase.BACKWARD):
+                    passes.append(n)
             if self._updates(item) and passes and any(map(self.own.differs, item.inputs)):
                 raise self._refusal(
                     "it trains a second time in the same step, after the first update, at"
@@ -232,9 +236,7 @@ class _Cut:
         the micro-batches.
         """
         handed = {result for _, result in self.handed_on}
-        needed: set[ValueId] = {
-            o.value for o in self.graph.outputs if isinstance(o.value, int)
-        } - self.given
+        needed = self.graph.returned - self.given
         crossing: set[ValueId] = set()
         late: list[int] = []
         for k in range(len(self.items) - 1, -1, -1):
@@ -251,7 +253,7 @@ class _Cut:
                 or any(map(self._runs_late, wanted))
             ):
                 late.append(k)
-                needed.update(i for i in item.inputs if i not in self.given)
+                needed.update(set(item.inputs) - self.given)
             else:
                 crossing |= wanted
         for v in sorted(crossing - handed):
@@ -337,12 +339,11 @@ class _Cut:
 
     def _same_shapes(self, late: Sequence[int]) -> bool:
         whole, part = self.graph.values, self.part.values
-        return all(
-            whole[v].shape == part[v].shape
-            for k in late
-            for v in (*self.items[k].inputs, *self.items[k].outputs)
-        ) and all(
-            self.graph.ops[n].trips == self.part.ops[n].trips
-            for k in late
-            for n in self.items[k].ops
-        )
+        for item in (self.items[k] for k in late):
+            for v in (*item.inputs, *item.outputs):
+                if whole[v].shape != part[v].shape:
+                    return False
+            for n in item.ops:
+                if self.graph.ops[n].trips != self.part.ops[n].trips:
+                    return False
+        return True

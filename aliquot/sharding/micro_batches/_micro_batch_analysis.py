@@ -44,7 +44,7 @@ from ._time_specs import (
 
 def walk_operator(findings: Findings, op: Op, depth: int) -> None:
     """Decide whether an operator runs on each part, or once before or after all parts."""
-    specs = [findings.spec(i) for i in op.inputs]
+    specs = list(map(findings.spec, op.inputs))
     # Bodies of loops are walked several times, with other specs each time.
     for k in range(len(specs)):
         findings.conversions.pop((op.index, k), None)
@@ -124,9 +124,10 @@ def _run_late(findings: Findings, op: Op, specs: list[TimeSpec]) -> None:
     findings.actions[op.index] = Action.LATE
     # Where several late values meet, the walk goes back to the earliest, as all that follows
     # depends on it.
-    begun = [
-        findings.origin[i] for i in op.inputs if isinstance(i, int) and findings.specs[i] == LATE
-    ]
+    begun = []
+    for i in op.inputs:
+        if isinstance(i, int) and findings.specs[i] == LATE:
+            begun.append(findings.origin[i])
     for out in op.outputs:
         if out >= 0:
             findings.set_spec(out, LATE, False, TOP)
@@ -181,7 +182,7 @@ def walk_items(findings: Findings, items: Iterable[OpId | Call], depth: int) -> 
 
 def _walk_call(findings: Findings, call: Call, depth: int) -> None:
     """Decide whether a structured operator runs on each part, or once before or after all parts."""
-    specs = [findings.spec(i) for i in call.inputs]
+    specs = list(map(findings.spec, call.inputs))
     phase = phase_of(call, findings.whole)
     # It has effects, reads late values, or belongs to the update.
     kinds = {spec.kind for spec in specs}
@@ -332,10 +333,9 @@ def _walk_until_settled(
             findings.set_spec(inner, spec, free, LOOP)
         before = dict(findings.violations)
         walk_items(findings, block.items, LOOP)
-        joined = [
-            _join(findings, call, spec, findings.spec(out))
-            for spec, out in zip(specs, results, strict=True)
-        ]
+        joined = []
+        for spec, out in zip(specs, results, strict=True):
+            joined.append(_join(findings, call, spec, findings.spec(out)))
         if joined == specs:
             return
         # Violations of a walk whose specs did not hold are dropped.

@@ -26,6 +26,7 @@ from ...graph import (
     Operand,
     Recomputation,
     Role,
+    value_ids,
     with_recomputation,
 )
 from ._findings import Findings
@@ -184,7 +185,7 @@ def _repeated(graph: Graph, known: MicroBatchPlan) -> MicroBatchPlan | None:
     calls: dict[Action, list[Call]] = {Action.EARLY: [], Action.LATE: []}
     for region in calls_of(graph.body):
         ops = [op for op in region.blocks[0].items if isinstance(op, int)]
-        together = {actions.get(op) for op in ops}
+        together = set(map(actions.get, ops))
         if together.isdisjoint(calls):
             continue
         if len(together) > 1:
@@ -385,10 +386,10 @@ def _refusal(
     for index in sorted(refused):
         op = graph.ops[index]
         # Outputs that depend on an operator.
-        reached = {out for out in op.outputs if out >= 0}
+        reached = set(value_ids(op.outputs))
         for later in graph.ops[op.index + 1 :]:
-            if any(isinstance(i, int) and i in reached for i in later.inputs):
-                reached.update(out for out in later.outputs if out >= 0)
+            if not reached.isdisjoint(value_ids(later.inputs)):
+                reached.update(value_ids(later.outputs))
         paths = []
         for o in graph.outputs:
             if isinstance(o.value, int) and o.value in reached:
@@ -407,21 +408,17 @@ def _refusal(
             " aliquot.experts in place of the sort and the grouped products (ragged_dot), which"
             " micro-batches and split experts leave exact, or"
         )
-    return CaptureError(
-        f"{graph.name} does not decompose into micro-batches:{text}{more}\n  Use{instead}"
-        f" num_micro_batches=1{_or_independent(graph, num_micro_batches, on_missing_rule)}."
+    independent = (
+        ', or micro_batch_semantics="independent" (--micro-batch-semantics independent): each'
+        " micro-batch is then a step of its own, as by gradient accumulation, and the numbers are"
+        " other than the whole batch's"
     )
-
-
-def _or_independent(graph: Graph, num_micro_batches: int, on_missing_rule: str) -> str:
-    """Advice to run each micro-batch as a step of its own, if that was tried and is possible."""
     try:
         cut_own(graph, num_micro_batches, on_missing_rule=on_missing_rule)
     except (CaptureError, InputError) as error:
         reason = str(error).split(": ", 1)[-1].split(". ")[0].split("\n")[0]
-        return f" (independent micro-batches are no way out: {reason})"
-    return (
-        ', or micro_batch_semantics="independent" (--micro-batch-semantics independent): each'
-        " micro-batch is then a step of its own, as by gradient accumulation, and the numbers are"
-        " other than the whole batch's"
+        independent = f" (independent micro-batches are no way out: {reason})"
+    return CaptureError(
+        f"{graph.name} does not decompose into micro-batches:{text}{more}\n  Use{instead}"
+        f" num_micro_batches=1{independent}."
     )

@@ -82,20 +82,18 @@ def _are_turns(plan: MicroBatchPlan, loop: OwnLoop, ops: Sequence[OpId]) -> bool
     """
     of_turns = set(ops_inside(loop.call)) - loop.additions
     otherwise = plan.actions.keys() | {op for op, _ in plan.conversions}
-    calls = plan.early_calls | plan.late_calls
-    for call in calls:
-        for op in ops_inside(call):
-            otherwise.add(op)
+    for call in plan.early_calls | plan.late_calls:
+        otherwise |= set(ops_inside(call))
     # Blocks of rows would be paired with others than in a turn.
     in_rows = all(spec.blocks <= 1 for spec in plan.specs)
     if not in_rows or any(ops[op] in of_turns for op in otherwise):
         return False
-    return not any(
-        _counts_once(plan, operand, target)
-        for call in calls_of(plan.whole.body)
-        if not of_turns.isdisjoint(ops[op] for op in ops_inside(call))
-        for operand, target in _becomes(call)
-    )
+    for call in calls_of(plan.whole.body):
+        if not of_turns.isdisjoint(ops[op] for op in ops_inside(call)):
+            for operand, target in _becomes(call):
+                if _counts_once(plan, operand, target):
+                    return False
+    return True
 
 
 def _becomes(call: Call) -> Iterator[tuple[Operand, Operand]]:

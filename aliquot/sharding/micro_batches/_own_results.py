@@ -16,6 +16,7 @@ import numpy as np
 
 from ...graph import Call, DimRule, Graph, Literal, Op, Operand, OpId, Role, scan_counts, traits_of
 from .._dim_rule import dim_rule
+from .._spec import differing_dims
 from ._micro_calls import indexed_dims
 from ._time_specs import REDUCTIONS, TimeKind, TimeSpec, through_reduction
 
@@ -182,7 +183,7 @@ class OwnResults:
         if isinstance(operand, Literal):
             return []
         whole, part = self._whole.values[operand].shape, self._part.values[operand].shape
-        return [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+        return differing_dims(whole, part)
 
     def _result(
         self,
@@ -245,7 +246,10 @@ class OwnResults:
         if not rule.linear:
             return False
         groups = _groups(rule.linear)
-        return any(all(given[k].zero for k in places) for places in groups)
+        for places in groups:
+            if all(given[k].zero for k in places):
+                return True
+        return False
 
     def _degree(
         self, op: Op, rule: DimRule, given: Sequence[Own], position: int, rows: int | None
@@ -284,7 +288,7 @@ class OwnResults:
         """
         if op.name in _RUNNING and op.params["axis"] in self._differing(op.inputs[0]):
             return None
-        differing = [self._differing(operand) for operand in op.inputs]
+        differing = list(map(self._differing, op.inputs))
         if op.name.startswith(("scatter", "dynamic_update")):
             # Updates for each example, or of some rows alone.
             updates = differing[2 if op.name.startswith("scatter") else 1]
@@ -317,12 +321,12 @@ class OwnResults:
         return not isinstance(operand, Literal) and self.rows_by_shape(operand) is not None
 
     def _call(self, call: Call) -> None:
-        given = [self.of(i) for i in call.inputs]
+        given = list(map(self.of, call.inputs))
         match call.kind:
             case "remat":
                 (block,) = call.blocks
                 self.walk(block.items)
-                made = [self.of(o) for o in block.outputs]
+                made = list(map(self.of, block.outputs))
             case "scan":
                 made = self._scan(call, given)
             case "while":
@@ -400,9 +404,9 @@ class OwnResults:
                 assert isinstance(inner, int)
                 self._own[inner] = own
             self.walk(block.items)
-            after = [
-                _joined(a, self.of(b)) for a, b in zip(carried, block.outputs[:count], strict=True)
-            ]
+            after = []
+            for a, b in zip(carried, block.outputs[:count], strict=True):
+                after.append(_joined(a, self.of(b)))
             if after == carried:
                 return carried
             carried = after
@@ -431,7 +435,7 @@ class OwnResults:
 def _rows(whole: Sequence[int], part: Sequence[int], parts: int) -> int | None:
     if len(whole) != len(part):
         return None
-    differing = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    differing = differing_dims(whole, part)
     if len(differing) == 1 and whole[differing[0]] == parts * part[differing[0]]:
         return differing[0]
     return None

@@ -162,9 +162,10 @@ def is_resizable(small: Graph, large: Graph, size: int) -> bool:
 
 def _has_platforms(graph: Graph) -> bool:
     """True if the step holds a branch for each platform."""
-    return any(
-        call.eqn.params.get("branches_platforms") is not None for call in calls_of(graph.body)
-    )
+    for call in calls_of(graph.body):
+        if call.eqn.params.get("branches_platforms") is not None:
+            return True
+    return False
 
 
 # A search asks for many sizes of one step.
@@ -267,15 +268,15 @@ class _Line:
         if is_dataclass(small) and not isinstance(small, type):
             # Such as the grid of a kernel and how its blocks lie.
             before = {f.name: getattr(small, f.name) for f in fields(small) if f.init}
-            after = {
-                name: self.parameter(value, getattr(large, name)) for name, value in before.items()
-            }
+            after = {}
+            for name, value in before.items():
+                after[name] = self.parameter(value, getattr(large, name))
             return (
                 small
                 if all(after[name] is before[name] for name in before)
                 else replace(small, **after)
             )
-        shapes = [_shapes(x) for x in (small, large)]
+        shapes = [_shapes(small), _shapes(large)]
         if shapes[0] is not None:
             if shapes[0] != shapes[1]:
                 raise _Irregular

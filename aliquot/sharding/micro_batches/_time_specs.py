@@ -9,6 +9,7 @@ walks a step with it.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -16,6 +17,7 @@ from typing import TypeAlias
 import msgspec
 
 from ...graph import DimRule, Moves, Op, raises, traits_of
+from .._spec import differing_dims
 
 
 class TimeKind(enum.StrEnum):
@@ -125,7 +127,7 @@ def spec_by_shape(whole: Shape, part: Shape, parts: int, chunks: int = 1) -> Tim
         chunks: of the batch, of which each part has a share. Dims before the one that is cut count
             them, too, so that the rest of them are its blocks.
     """
-    differing = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    differing = differing_dims(whole, part)
     if not differing:
         return EQUAL
     (dim, *others) = differing
@@ -296,10 +298,9 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
     if len(known) > 1:
         return "it meets examples of joined batches, or of chunks of a batch, in another order"
     blocks = next(iter(known), ANY)
+    dims_of_rule = itertools.chain(*rule.operands, *rule.results)
     if blocks != 1 and any(
-        len(names) > 1 and names[0] in letters.values()
-        for dims in (*rule.operands, *rule.results)
-        for names in dims
+        len(names) > 1 and names[0] in letters.values() for names in dims_of_rule
     ):
         # A dim of several factors is read in the order of its elements.
         if blocks != ANY or op.name == "reshape":

@@ -284,7 +284,7 @@ def _other_parameter(a: Op, b: Op) -> str:
 def _is_plain(value: Any) -> bool:
     """True for numbers, texts and sequences of these."""
     if isinstance(value, list | tuple):
-        return all(_is_plain(each) for each in value)
+        return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str | np.number | enum.Enum)
 
 

@@ -7,6 +7,7 @@ task of a pipeline.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -15,7 +16,20 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from ...graph import SHARED, Block, Call, Graph, Op, Operand, OpId, Phase, Role, StageId, ValueId
+from ...graph import (
+    SHARED,
+    Block,
+    Call,
+    Graph,
+    Op,
+    Operand,
+    OpId,
+    Phase,
+    Role,
+    StageId,
+    ValueId,
+    value_ids,
+)
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
 _SCALING = frozenset({"convert_element_type", "mul", "div", "max", "min", "gt", "select_n"})
@@ -72,12 +86,12 @@ def parameter_casts(graph: Graph) -> Mapping[OpId, ParameterCast]:
             )
     casts: dict[OpId, _Made] = {}
     # Literals may not be hashable, and nothing makes them.
-    others = {o.value for o in graph.outputs if isinstance(o.value, int)}
+    others = graph.returned
     for index in _operators(graph.body.items):
         op = graph.ops[index]
         found = _made_by(op, graph, known, number)
         if found is None:
-            others.update(i for i in op.inputs if isinstance(i, int))
+            others.update(value_ids(op.inputs))
             continue
         known[op.outputs[0]] = found
         if op.name == "convert_element_type" and found.parameter is not None:
@@ -85,8 +99,8 @@ def parameter_casts(graph: Graph) -> Mapping[OpId, ParameterCast]:
             is_direct = op.inputs[0] == found.parameter
             if itemsize < graph.values[found.parameter].itemsize and (is_direct or itemsize == 1):
                 casts[index] = found
-    others |= {v for item in graph.body.items for v in _taken(item) if isinstance(v, int)}
-    inner = {op for cast in casts.values() for op in cast.ops[:-1]}
+    others.update(value_ids(itertools.chain(*map(_taken, graph.body.items))))
+    inner = set(itertools.chain(*(cast.ops[:-1] for cast in casts.values())))
     first: dict[int, OpId] = {}
     return {
         index: ParameterCast(
@@ -107,7 +121,7 @@ def _made_by(
     """What an operator makes of one parameter, scaled by scalars; None for any other."""
     if op.name not in _SCALING or op.phase is Phase.UPDATE or min(op.outputs) < 0:
         return None
-    read = [i for i in op.inputs if isinstance(i, int)]
+    read = value_ids(op.inputs)
     if not all(i in known for i in read):
         return None
     of = [known[i] for i in read]
@@ -116,14 +130,14 @@ def _made_by(
     whole = () if parameter is None else graph.values[parameter].shape
     if len(set(parameters)) > 1 or graph.values[op.outputs[0]].shape != whole:
         return None
-    operands = [
-        known[i].number if isinstance(i, int) else (str(i.value), i.dtype) for i in op.inputs
-    ]
+    operands = []
+    for i in op.inputs:
+        operands.append(known[i].number if isinstance(i, int) else (str(i.value), i.dtype))
     return _Made(
         number=number((op.name, str(op.params), *operands)),
         parameter=parameter,
         reads=frozenset().union(*(made.reads for made in of)),
-        ops=(*sorted({o for made in of for o in made.ops}), op.index),
+        ops=(*sorted(set(itertools.chain(*(made.ops for made in of)))), op.index),
     )
 
 
@@ -162,15 +176,13 @@ def cast_once(
     graph = parts.body
     settled = {v for v, _ in (*parts.sliced, *parts.handed_on)}
     # Scalars that the early graph makes have its names.
-    early = {i.value for i in parts.early.inputs}
+    early = set(parts.early.input_values)
     early |= {v for v, made in zip(parts.inside, parts.early_values, strict=True) if v == made}
-    casts = {
-        cast: made
-        for cast, made in parameter_casts(graph).items()
-        if made.reads <= early
-        and settled.isdisjoint(made.reads)
-        and stage_of.get(graph.ops[cast].outputs[0], SHARED) in stages
-    }
+    casts = {}
+    for cast, found in parameter_casts(graph).items():
+        stage = stage_of.get(graph.ops[cast].outputs[0], SHARED)
+        if found.reads <= early and settled.isdisjoint(found.reads) and stage in stages:
+            casts[cast] = found
     # A cast may have the result of one that stays where it is.
     firsts = {made.first for made in casts.values() if made.first in casts}
     casts = {cast: made for cast, made in casts.items() if made.first in firsts}
@@ -180,18 +192,21 @@ def cast_once(
         graph.ops[cast].outputs[0]: graph.ops[made.first].outputs[0] for cast, made in casts.items()
     }
     made = sorted(graph.ops[first].outputs[0] for first in firsts)
-    inputs = [i.value for i in graph.inputs]
+    ops = []
+    for op in graph.ops:
+        read = _read(op.inputs, instead)
+        ops.append(op if read == op.inputs else structs.replace(op, inputs=read))
     body = subgraph(
-        replace(graph, ops=tuple(_reading(op, instead) for op in graph.ops)),
-        [*inputs, *made],
+        replace(graph, ops=tuple(ops)),
+        [*graph.input_values, *made],
         _without(graph.body.items, casts, instead),
         parts.crossing,
     )
     there = {item for item in parts.early.body.items if not isinstance(item, Call)}
-    moved = {op for first in firsts for op in casts[first].ops} - there
+    moved = set(itertools.chain(*(casts[first].ops for first in firsts))) - there
     early_graph = subgraph(
         parts.early,
-        [i.value for i in parts.early.inputs],
+        parts.early.input_values,
         [*parts.early.body.items, *sorted(moved)],
         [*parts.early_values, *made],
     )
@@ -202,11 +217,6 @@ def cast_once(
         early_values=(*parts.early_values, *made),
         inside=(*parts.inside, *made),
     )
-
-
-def _reading(op: Op, instead: Mapping[ValueId, ValueId]) -> Op:
-    inputs = _read(op.inputs, instead)
-    return op if inputs == op.inputs else structs.replace(op, inputs=inputs)
 
 
 def _read(operands: tuple[Operand, ...], instead: Mapping[ValueId, ValueId]) -> tuple[Operand, ...]:

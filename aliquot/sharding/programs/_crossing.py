@@ -164,9 +164,9 @@ def require_one_stage(
     """
     if not handed_on:
         return
-    stage_of = {
-        o: s for item, s in zip(staging.items, staging.stage, strict=True) for o in item.outputs
-    }
+    stage_of = {}
+    for item, s in zip(staging.items, staging.stage, strict=True):
+        stage_of.update(dict.fromkeys(item.outputs, s))
     last = StageId(staging.num_stages - 1)
     # Shared values that nobody else computes are made by the last stage.
     home = {v: last if stage_of[new] == SHARED else stage_of[new] for v, new in handed_on}

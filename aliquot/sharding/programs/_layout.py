@@ -98,4 +98,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 def sizes_of(dims: Sequence[Sequence[str]], axis_sizes: dict[str, int]) -> tuple[int, ...]:
     """Number of shards of each dim."""
-    return tuple(math.prod(axis_sizes[name] for name in names) for names in dims)
+    sizes = []
+    for names in dims:
+        sizes.append(math.prod(map(axis_sizes.__getitem__, names)))
+    return tuple(sizes)

@@ -31,6 +31,7 @@ from ...graph import (
     ValueId,
     equations,
     scan_counts,
+    value_ids,
 )
 from ..micro_batches import Action, Conversion, MicroBatchPlan, TimeKind, TimeSpec, indexed_dims
 from ._layout import Layout
@@ -80,16 +81,16 @@ def cut_exactly(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
     ops, values = tuple(rewriter.ops), tuple(rewriter.values)
     numbers = [rewriter.group, rewriter.micro_batch]
     inside = [rewriter.early_alias.get(v, v) for v in early_values]
-    body_inputs = [*(i.value for i in whole.inputs), *whole.constants, *inside, *numbers]
+    body_inputs = [*whole.input_values, *whole.constants, *inside, *numbers]
     body = subgraph(replace(plan.part, ops=ops, values=values), body_inputs, items, crossing)
-    late_inputs = [*(i.value for i in whole.inputs), *early_values, *crossing]
-    late = subgraph(whole, late_inputs, needs.late_items, [o.value for o in whole.outputs])
-    early = subgraph(whole, [i.value for i in whole.inputs], needs.early_items, early_values)
+    late_inputs = [*whole.input_values, *early_values, *crossing]
+    late = subgraph(whole, late_inputs, needs.late_items, whole.output_values)
+    early = subgraph(whole, whole.input_values, needs.early_items, early_values)
     # The values of which each part gets a slice, each with its batch dim.
-    candidates = [*(i.value for i in whole.inputs), *whole.constants, *early_values]
-    batch_dims = {
-        v: plan.specs[v].dim for v in candidates if plan.specs[v].kind is TimeKind.CONCATENATE
-    }
+    batch_dims = {}
+    for v in (*whole.input_values, *whole.constants, *early_values):
+        if plan.specs[v].kind is TimeKind.CONCATENATE:
+            batch_dims[v] = plan.specs[v].dim
     return MicroBatchGraphs(
         early=early,
         # The constants of the step are inputs of the body, so that each part gets its slice of
@@ -272,7 +273,9 @@ class _Rewriter:
             # divided.
             return jnp.where((group == 0) & (micro_batch == 0), array, jnp.zeros_like(array))
 
-        target = self._value(*_look(operand, self.values))
+        value = operand if isinstance(operand, Literal) else self.values[operand]
+        itemsize = 4 if isinstance(value, Literal) else value.itemsize
+        target = self._value(value.shape, value.dtype, itemsize)
         return self._add(once, [operand, self.group, self.micro_batch], target, op, out)
 
     def _local(self, operand: Operand, op: Op, out: list[OpId | Call]) -> ValueId:
@@ -316,7 +319,7 @@ class _Rewriter:
                 before = first + params["cond_nconsts"]
             # A loop carry begins with the time spec with which it ends: a constant to which
             # summands are added, for example, must count once over all parts.
-            carried = [v for v in body.inputs[first : first + count] if isinstance(v, int)]
+            carried = value_ids(body.inputs[first : first + count])
             for k, inner in enumerate(carried):
                 inputs[before + k] = self._match(inputs[before + k], inner, out)
             results = [(*carried, *call.outputs[count:])]
@@ -331,9 +334,9 @@ class _Rewriter:
     def _block(self, block: Block, wanted: Sequence[ValueId]) -> Block:
         """A body whose results have the specs of the values that they become."""
         items = self.items(block.items)
-        outputs = [
-            self._match(o, target, items) for o, target in zip(block.outputs, wanted, strict=True)
-        ]
+        outputs = []
+        for o, target in zip(block.outputs, wanted, strict=True):
+            outputs.append(self._match(o, target, items))
         return replace(block, items=tuple(items), outputs=tuple(outputs))
 
     def _match(self, operand: Operand, target: ValueId, out: list[OpId | Call]) -> Operand:
@@ -345,13 +348,6 @@ class _Rewriter:
         if have is TimeKind.EQUAL and want is TimeKind.SUM:
             return self._once(operand, None, out)
         return operand
-
-
-def _look(operand: Operand, values: Sequence[Value]) -> tuple[tuple[int, ...], str, int]:
-    if isinstance(operand, Literal):
-        return operand.shape, operand.dtype, 4
-    value = values[operand]
-    return value.shape, value.dtype, value.itemsize
 
 
 def struct_of(value: Literal | Value) -> jax.ShapeDtypeStruct:

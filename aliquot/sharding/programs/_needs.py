@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...graph import Call, Literal, Operand, OpId, Phase, ValueId, any_effects, traits_of
+from ...graph import Call, Literal, Operand, OpId, Phase, ValueId, any_effects, traits_of, value_ids
 from .._dim_rule import dim_rule
 from ..micro_batches import Action, Conversion, MicroBatchPlan, TimeKind, phase_of
 
@@ -25,7 +25,7 @@ class Needs:
 
     def find(self) -> None:
         whole = self.plan.whole
-        self._given = {item.value for item in whole.inputs} | whole.constants.keys()
+        self._given = {*whole.input_values, *whole.constants}
         items = whole.body.items
         self._mark_again(items)
         self._find_late(items)
@@ -39,7 +39,7 @@ class Needs:
 
     def _outputs(self, item: OpId | Call) -> tuple[ValueId, ...]:
         outputs = item.outputs if isinstance(item, Call) else self.plan.whole.ops[item].outputs
-        return tuple(v for v in outputs if v >= 0)
+        return tuple(value_ids(outputs))
 
     def _is(self, item: OpId | Call, action: Action) -> bool:
         if isinstance(item, Call):
@@ -78,9 +78,7 @@ class Needs:
         """Collect the items that run after the last part, and the values that they need from
         before.
         """
-        needed = {
-            o.value for o in self.plan.whole.outputs if isinstance(o.value, int)
-        } - self._given
+        needed = self.plan.whole.returned - self._given
         for item in reversed(items):
             outputs = [v for v in self._outputs(item) if v in needed]
             # An effect, such as a print, is wanted although nobody reads its result.
@@ -194,5 +192,5 @@ class Needs:
             needed |= {alias[v] for v in needed & alias.keys()}
             if any(v in needed for v in self._outputs(item)):
                 self.early_items.append(item)
-                needed.update(i for i in self._inputs(item) if isinstance(i, int))
+                needed.update(value_ids(self._inputs(item)))
         self.early_items.reverse()

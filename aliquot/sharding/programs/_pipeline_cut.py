@@ -21,9 +21,11 @@ from ...graph import (
     Staging,
     ValueId,
     items_of,
+    made_by,
     ops_inside,
+    read_by,
 )
-from ..micro_batches import MicroBatchPlan, Phased, TimeKind, plan_micro_batches
+from ..micro_batches import MicroBatchPlan, TimeKind, plan_micro_batches
 from ._casts import cast_once
 from ._crossing import written_in_place
 from ._layout import Layout
@@ -34,14 +36,12 @@ from ._stage_programs import StagePrograms
 
 def cut_graph(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
     """The three graphs of a plan, exact or independent."""
-    return cut_exactly(plan, layout) if plan.phased is None else _own_parts(plan, plan.phased)
-
-
-def _own_parts(plan: MicroBatchPlan, phased: Phased) -> MicroBatchGraphs:
-    """Graphs of micro-batches that are steps of their own: the body as it is traced at their size,
-    the update as it stands in the step.
-    """
-    given = [i.value for i in plan.whole.inputs]
+    phased = plan.phased
+    if phased is None:
+        return cut_exactly(plan, layout)
+    # Micro-batches that are steps of their own: the body as it is traced at their size, the update
+    # as it stands in the step.
+    given = plan.whole.input_values
     late = plan.part if phased.late_of_part else plan.whole
     body = [plan.part.body.items[k] for k in phased.body]
     return MicroBatchGraphs(
@@ -51,7 +51,7 @@ def _own_parts(plan: MicroBatchPlan, phased: Phased) -> MicroBatchGraphs:
             late,
             [*given, *phased.crossing],
             [late.body.items[k] for k in phased.late],
-            [o.value for o in plan.whole.outputs],
+            plan.whole.output_values,
         ),
         early_values=(),
         inside=(),
@@ -72,16 +72,10 @@ def phase_parts(graph: Graph) -> MicroBatchGraphs:
     sliced.
     """
     items = items_of(graph)
-    given = [i.value for i in graph.inputs]
+    given = graph.input_values
     body = [item for item in items if item.phase is not Phase.UPDATE]
     late = [item for item in items if item.phase is Phase.UPDATE]
-    made_in_body = set[ValueId]()
-    for item in body:
-        made_in_body.update(item.outputs)
-    wanted = {i for item in late for i in item.inputs} | {
-        o.value for o in graph.outputs if isinstance(o.value, int)
-    }
-    crossing = sorted(made_in_body & wanted)
+    crossing = sorted(made_by(body) & (read_by(late).keys() | graph.returned))
     return MicroBatchGraphs(
         early=subgraph(graph, given, [], []),
         body=subgraph(graph, given, [item.op_or_call for item in body], crossing),
@@ -89,7 +83,7 @@ def phase_parts(graph: Graph) -> MicroBatchGraphs:
             graph,
             [*given, *crossing],
             [item.op_or_call for item in late],
-            [o.value for o in graph.outputs],
+            graph.output_values,
         ),
         early_values=(),
         inside=(),

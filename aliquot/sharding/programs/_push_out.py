@@ -6,6 +6,7 @@ If the backward pass added them up, they would cross between meshes for each mic
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,6 +22,7 @@ from ...graph import (
     ValueId,
     items_of,
     passes_gradients_on,
+    value_ids,
 )
 from ..micro_batches import MicroBatchPlan, TimeKind
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
@@ -41,13 +43,16 @@ def push_out(
             and ops[k].inputs == parts.late.ops[k].inputs
         ):
             as_before.append(k)
-    maker = {o: k for k in as_before if _adds(ops[k], plan) for o in ops[k].outputs}
+    maker: dict[ValueId, OpId] = {}
+    for k in as_before:
+        if _adds(ops[k], plan):
+            maker.update(dict.fromkeys(ops[k].outputs, k))
     sources = _sources(parts, maker, staging)
-    readers = Counter(i for item in items_of(parts.body) for i in item.inputs)
+    readers = Counter(itertools.chain(*(item.inputs for item in items_of(parts.body))))
     crossing = set(parts.crossing)
     moved: list[OpId] = []
     # Last operators first: the readers of a sum have been moved before it, or stay.
-    waiting = {value for value in crossing if value in maker}
+    waiting = crossing & maker.keys()
     while waiting:
         value = max(waiting, key=lambda v: (maker[v], v))
         waiting.remove(value)
@@ -69,12 +74,10 @@ def push_out(
     gone = set(moved)
     kept = tuple(sorted(crossing))
     body_items = [item for item in items if isinstance(item, Call) or item not in gone]
-    body = subgraph(parts.body, [i.value for i in parts.body.inputs], body_items, kept)
-    late_inputs = [i.value for i in parts.late.inputs if i.value not in parts.crossing]
+    body = subgraph(parts.body, parts.body.input_values, body_items, kept)
+    late_inputs = [v for v in parts.late.input_values if v not in parts.crossing]
     late_items = [*sorted(moved), *parts.late.body.items]
-    late = subgraph(
-        parts.late, [*late_inputs, *kept], late_items, [o.value for o in parts.late.outputs]
-    )
+    late = subgraph(parts.late, [*late_inputs, *kept], late_items, parts.late.output_values)
     return replace(parts, body=body, late=late, crossing=kept)
 
 
@@ -82,11 +85,10 @@ def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
     """True for operators that add arrays up or pass one on, and that may as well run after the last
     micro-batch.
     """
-    return passes_gradients_on(op) and (
-        plan is None
-        or len({plan.specs[v].kind for v in (*op.inputs, *op.outputs) if isinstance(v, int)}) == 1
-        and plan.specs[op.outputs[0]].kind in (TimeKind.SUM, TimeKind.MEAN)
-    )
+    if plan is None or not passes_gradients_on(op):
+        return passes_gradients_on(op)
+    kinds = {plan.specs[v].kind for v in value_ids((*op.inputs, *op.outputs))}
+    return kinds in ({TimeKind.SUM}, {TimeKind.MEAN})
 
 
 def _sources(
@@ -95,8 +97,7 @@ def _sources(
     """For each value of `maker` the stages whose results it adds up."""
     stage_of = {}
     for item, s in zip(staging.items, staging.stage, strict=True):
-        for o in item.outputs:
-            stage_of[o] = s
+        stage_of.update(dict.fromkeys(item.outputs, s))
     sources: dict[ValueId, frozenset[StageId]] = {}
 
     def of(value: Operand) -> frozenset[StageId]:

@@ -30,7 +30,9 @@ from ...graph import (
     find_repeated,
     halve,
     items_of,
+    made_by,
     plain_item,
+    read_by,
     recomputed_runs,
 )
 from ..micro_batches import MicroBatchPlan
@@ -119,18 +121,19 @@ class _Body:
         if split:
             self._defer()
         self._order = {id(item): k for k, item in enumerate(self._items)}
-        self._maker = {o: item for item in self._items for o in item.outputs}
-        self._given = {i.value for i in parts.early.inputs} | set(parts.late.constants)
+        self._maker: dict[ValueId, Item] = {}
+        for item in self._items:
+            self._maker.update(dict.fromkeys(item.outputs, item))
+        self._given = {*parts.early.input_values, *parts.late.constants}
         self._handed = {value for value, _ in parts.handed_on}
         self._given -= self._handed
         self._early = set(parts.inside)
         drafts = self._drafts()
-        self.stage_of_value = {
-            o: s
-            for item in self._items
-            for o in item.outputs
-            if (s := self._stage[id(item)]) != SHARED
-        }
+        self.stage_of_value: dict[ValueId, StageId] = {}
+        for item in self._items:
+            stage = self._stage[id(item)]
+            if stage != SHARED:
+                self.stage_of_value.update(dict.fromkeys(item.outputs, stage))
         self._add_shared_crossing(drafts)
         for draft in drafts.values():
             self._close(draft)
@@ -172,13 +175,10 @@ class _Body:
         ]
         stages = [self._stage[id(item)] for item in self._items]
         deferrable = deferrable_items(self._graphs.body, phased, stages)
-        free = {i.value for i in self._graphs.body.inputs}
-        free |= {
-            o
-            for item, stage in zip(self._items, stages, strict=True)
-            if stage == SHARED
-            for o in item.outputs
-        }
+        free = set(self._graphs.body.input_values)
+        for item, stage in zip(self._items, stages, strict=True):
+            if stage == SHARED:
+                free.update(item.outputs)
         items: list[Item] = []
         for k, item in enumerate(self._items):
             half = deferrable.halves.get(k)
@@ -258,21 +258,15 @@ class _Body:
                     items[id(maker)] = maker
                     waiting.append(maker)
         draft.items = sorted(items.values(), key=lambda item: self._order[id(item)])
-        inside = {o for item in draft.items for o in item.outputs}
-        known = inside | self._graphs.body.constants.keys()
-        draft.reads = list(
-            dict.fromkeys(i for item in draft.items for i in item.inputs if i not in known)
-        )
+        known = made_by(draft.items) | self._graphs.body.constants.keys()
+        draft.reads = [i for i in read_by(draft.items) if i not in known]
 
     def _keep_less(self, drafts: Mapping[tuple[StageId, Part], _Draft]) -> None:
         """Recompute, in backward programs, values that are cheaper to recompute than to keep from
         the forward program.
         """
         graph = self._graphs.body
-        shared = set[ValueId]()
-        for item in self._items:
-            if self._stage[id(item)] == SHARED:
-                shared.update(item.outputs)
+        shared = made_by(item for item in self._items if self._stage[id(item)] == SHARED)
         free = self._given | self._early | {self._graphs.group, self._graphs.micro_batch} | shared
         free |= graph.constants.keys()
         for stage in map(StageId, range(self._staging.num_stages)):
@@ -292,10 +286,7 @@ class _Body:
         programs = []
         wanted = set(wanted)
         for draft in self._drafts_by.values():
-            inside = set[ValueId]()
-            for item in draft.assigned:
-                inside.update(item.outputs)
-            inside -= {new for _, new in self._graphs.handed_on}
+            inside = made_by(draft.assigned) - {new for _, new in self._graphs.handed_on}
             totals = tuple(
                 sorted(v for v in inside & wanted if self.stage_of_value[v] == draft.stage)
             )
@@ -317,39 +308,32 @@ class _Body:
         plan: MicroBatchPlan | None = None,
     ) -> StageProgram:
         """The program of a draft. It returns the values that other programs read, and `totals`."""
-        made_here = set[ValueId]()
-        for item in draft.assigned:
-            made_here.update(item.outputs)
-        read_elsewhere = set()
+        made_here = made_by(draft.assigned)
+        read_elsewhere: set[ValueId] = set()
+        read_on_stage: set[ValueId] = set()
         for other in drafts.values():
             if other is not draft:
                 read_elsewhere.update(other.reads)
+            if other.stage == draft.stage:
+                read_on_stage.update(other.reads)
         exports = tuple(sorted(made_here & read_elsewhere))
         # Values that cannot be added up, such as slices of the batch, are kept part by part.
         stacked = tuple(v for v in totals if plan is not None and not plan.is_summed(v))
         handed_on = tuple((v, new) for v, new in self._graphs.handed_on if new in made_here)
         outputs = list(dict.fromkeys([*exports, *totals, *(new for _, new in handed_on)]))
         numbers = {self._graphs.group, self._graphs.micro_batch}
-        given = tuple(sorted(i for i in draft.reads if i in self._given))
+        given = tuple(sorted(self._given.intersection(draft.reads)))
+        imports = set(draft.reads) - self._given - self._early - self._handed - numbers
         base, items = self._in_order(draft)
         return StageProgram(
             stage=draft.stage,
             part=draft.part,
             graph=subgraph(base, draft.reads, items, outputs),
             given=given,
-            early=tuple(sorted(i for i in draft.reads if i in self._early)),
-            imports=tuple(
-                sorted(
-                    i
-                    for i in draft.reads
-                    if i not in self._given | self._early | self._handed | numbers
-                )
-            ),
+            early=tuple(sorted(self._early.intersection(draft.reads))),
+            imports=tuple(sorted(imports)),
             exports=exports,
-            kept=frozenset(
-                v for other in drafts.values() if other.stage == draft.stage for v in other.reads
-            )
-            & made_here,
+            kept=frozenset(made_here & read_on_stage),
             totals=tuple(v for v in totals if v not in stacked),
             stacked=stacked,
             handed_on=handed_on,
@@ -360,10 +344,10 @@ class _Body:
         body = self._graphs.body
         if not draft.again or self._recompute.get(draft.stage) is None:
             return body, [item.op_or_call for item in draft.items]
-        again = {id(item) for item in draft.again}
-        assigned = {id(item) for item in draft.assigned}
+        again = set(map(id, draft.again))
+        assigned = set(map(id, draft.assigned))
         backward = [item for item in draft.items if id(item) in assigned]
-        untied = {i.value for i in body.inputs if i.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
+        untied = body.inputs_of(Role.PARAMETER, Role.OPTIMIZER_STATE)
         untied |= {self._graphs.group, self._graphs.micro_batch}
         runs = recomputed_runs([i for i in draft.items if id(i) in again - assigned], backward)
         graph, items = tie_runs(body, runs, backward, untied)
@@ -397,13 +381,11 @@ def _early_programs(
         items_of_stage: list[Item] = []
         # In reverse, so that all readers of an item come before it.
         for item in reversed(items):
-            if any(o in need for o in item.outputs):
+            if not need.isdisjoint(item.outputs):
                 items_of_stage.append(item)
                 need.update(item.inputs)
-        made_early = {
-            o for item in items_of_stage for o in item.outputs
-        } | parts.early.constants.keys()
-        reads = sorted({i for item in items_of_stage for i in item.inputs if i not in made_early})
+        made_early = made_by(items_of_stage) | parts.early.constants.keys()
+        reads = sorted(read_by(items_of_stage).keys() - made_early)
         graph = subgraph(
             parts.early, reads, [item.op_or_call for item in items_of_stage[::-1]], sorted(wanted)
         )

@@ -5,9 +5,22 @@ A round ends where scalars of other stages are needed, such as the norm of all g
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 
-from ...graph import SHARED, Call, Operand, StageId, Staging, ValueId, items_of, place_update
+from ...graph import (
+    SHARED,
+    Call,
+    Operand,
+    StageId,
+    Staging,
+    ValueId,
+    items_of,
+    made_at,
+    made_by,
+    place_update,
+    read_by,
+)
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 from ._stage_programs import Part, StageProgram
 
@@ -20,9 +33,9 @@ class Update:
     ) -> None:
         self._graph = graph = parts.late
         self._items = items = items_of(graph)
-        self._maker = {o: k for k, item in enumerate(items) for o in item.outputs}
+        self._maker = made_at(items)
         self._crossing = {v: made_by[v] for v in parts.crossing if v in made_by}
-        self._given = {i.value for i in parts.early.inputs} | set(graph.constants)
+        self._given = {*parts.early.input_values, *graph.constants}
         self._early = set(parts.early_values)
         self._stage = [SHARED] * len(items)
         homes = dict(staging.home)
@@ -36,13 +49,11 @@ class Update:
                 self._stage[k] = StageId(0)
         self._rounds: dict[tuple[StageId, ValueId], int] = {}
         self._last = staging.num_stages
-        self._round_of = self._late_as_can_be([self._item_round(k) for k in range(len(items))])
+        self._round_of = self._late_as_can_be(list(map(self._item_round, range(len(items)))))
         self.stage_of_value: dict[ValueId, StageId] = {
             o: self._stage[k] for o, k in self._maker.items() if self._stage[k] != SHARED
         }
-        self.outputs: list[tuple[StageId, int] | None] = [
-            self._where(o.value) for o in graph.outputs
-        ]
+        self.outputs = list(map(self._where, graph.output_values))
         self.programs = self._build()
 
     def _round(self, stage: StageId, value: ValueId) -> int:
@@ -130,22 +141,26 @@ class Update:
             reads[key] += [v for v in sorted(values & self._early) if v not in reads[key]]
         # Totals are combined in the first round, even if only later rounds or other stages read
         # them.
-        for v in {v for values in reads.values() for v in values if v in self._crossing}:
+        totals_read = self._crossing.keys() & set(itertools.chain(*reads.values()))
+        for v in totals_read:
             closed.setdefault((self._crossing[v], 0), set())
             reads.setdefault((self._crossing[v], 0), [])
-        self.wanted_totals = {v for values in reads.values() for v in values if v in self._crossing}
-        self.wanted_totals |= {
-            v for wanted in results.values() for v in wanted if v in self._crossing
-        }
+        self.wanted_totals = totals_read | (
+            self._crossing.keys() & set(itertools.chain(*results.values()))
+        )
         combined_in = {v: (self._crossing[v], 0) for v in self.wanted_totals}
         programs = []
         for key in sorted(closed, key=lambda key: (key[1], key[0])):
             stage, number = key
-            inside = {
-                o for k in closed[key] for o in self._items[k].outputs if self._stage[k] == stage
-            }
+            inside: set[ValueId] = set()
+            for k in closed[key]:
+                if self._stage[k] == stage:
+                    inside.update(self._items[k].outputs)
             combines = tuple(sorted(v for v, where in combined_in.items() if where == key))
-            elsewhere = {v for other, values in reads.items() if other != key for v in values}
+            elsewhere: set[ValueId] = set()
+            for other, read in reads.items():
+                if other != key:
+                    elsewhere.update(read)
             exports = (inside | set(combines)) & elsewhere | results.get(key, set())
             items = sorted(closed[key])
             programs.append(
@@ -187,9 +202,6 @@ class Update:
 
     def _reads(self, chosen: Iterable[int]) -> list[ValueId]:
         """Values that items read and none of them makes."""
-        inside = {o for k in chosen for o in self._items[k].outputs} | self._graph.constants.keys()
-        return list(
-            dict.fromkeys(
-                i for k in sorted(chosen) for i in self._items[k].inputs if i not in inside
-            )
-        )
+        items = [self._items[k] for k in sorted(chosen)]
+        inside = made_by(items) | self._graph.constants.keys()
+        return [i for i in read_by(items) if i not in inside]

@@ -22,6 +22,8 @@ from ...graph import (
     Value,
     ValueId,
     equations,
+    made_by,
+    read_by,
 )
 from ._micro_batch_graphs import struct_of
 
@@ -70,9 +72,8 @@ class _Tied:
         """Append a run, with its barrier."""
         names: dict[ValueId, ValueId] = {}
         if run.gradient is not None:
-            recomputed = {o for item in run.items for o in item.outputs}
-            read = dict.fromkeys(i for item in run.items for i in item.inputs)
-            taken = [i for i in read if i not in recomputed and self._may_tie(i)]
+            recomputed = made_by(run.items)
+            taken = [i for i in read_by(run.items) if i not in recomputed and self._may_tie(i)]
             if taken:
                 passed = self._barrier([*taken, run.gradient], like=run.items[0])
                 names = dict(zip(taken, passed, strict=False))
