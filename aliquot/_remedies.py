@@ -195,10 +195,10 @@ def remedies_for(
         ]
         kinds.append(layouts)
     hosts_needed = sum(task.state_bytes.values()) / task.limit_bytes / cluster.devices_per_host
-    larger = _larger(cluster, hosts_needed)
+    larger = dict(_larger(cluster, hosts_needed))
     # What data parallelism holds whole on each device, no other device takes.
     if not (isinstance(method, DataParallel) and of_state > task.limit_bytes):
-        kinds.append([attempt(_named(each), cluster=each) for each in larger])
+        kinds.append([attempt(change, cluster=each) for change, each in larger.items()])
     left_out = _left_out(method)
     if may_fit and not (is_auto and not left_out):
         # Last, because it takes the longest.
@@ -218,14 +218,6 @@ def _splitting_more(method: Method | None) -> Iterator[tuple[str, Method]]:
         yield "zero2", Zero2Parallel()
     if isinstance(method, DataParallel | Zero2Parallel):
         yield "zero3", Zero3Parallel()
-
-
-def _named(cluster: Cluster) -> str:
-    """The change to a larger cluster, as it is typed where a preset is this cluster."""
-    with contextlib.suppress(AliquotError):
-        if Cluster.preset(cluster.name) == cluster:
-            return f"--cluster {cluster.name}"
-    return f"{cluster.num_hosts} hosts of the same kind and network"
 
 
 def _left_out(method: Method | None) -> list[str]:
@@ -293,16 +285,21 @@ def coarser(method: Method | None) -> Method:
     return method
 
 
-def _larger(cluster: Cluster, hosts_needed: float) -> Iterator[Cluster]:
-    """Three clusters of the same hosts, each with twice as many as the one before. The first has 2,
-    4, 8, ... times as many as `cluster`, so that they are at least as many as needed.
+def _larger(cluster: Cluster, hosts_needed: float) -> Iterator[tuple[str, Cluster]]:
+    """Three clusters of the same hosts, each with twice as many as the one before, by the change to
+    it: as it is typed where a preset is this cluster. The first has 2, 4, 8, ... times as many as
+    `cluster`, so that they are at least as many as needed.
     """
     times = 2
     while cluster.num_hosts * times < hosts_needed and times <= _MOST_TIMES:
         times *= 2
     for hosts in (cluster.num_hosts * times * 2**k for k in range(_MOST_CLUSTERS)):
         name = f"{hosts}x{cluster.devices_per_host}x{cluster.device.name}"
-        yield replace(cluster, num_hosts=hosts, name=name)
+        larger = replace(cluster, num_hosts=hosts, name=name)
+        change = f"{hosts} hosts of the same kind and network"
+        with contextlib.suppress(AliquotError):
+            change = f"--cluster {name}" if Cluster.preset(name) == larger else change
+        yield change, larger
 
 
 def remedies_text(remedies: Sequence[Remedy]) -> str:

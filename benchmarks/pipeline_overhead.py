@@ -23,7 +23,8 @@ from aliquot import zoo  # noqa: E402
 from aliquot.graph import capture, cut_layers, stage_layers  # noqa: E402
 from aliquot.plans import make_schedule, schedule_kind  # noqa: E402
 from aliquot.runtime import PipelineRunner, Step  # noqa: E402
-from aliquot.runtime.pipeline._build_pipeline import StageSetup, build_pipeline  # noqa: E402
+from aliquot.runtime.pipeline._pipeline import build_pipeline  # noqa: E402
+from aliquot.runtime.pipeline._stage_functions import StageSetup  # noqa: E402
 from aliquot.sharding import Pins, cut_pipeline  # noqa: E402
 
 BAR_RATIO, BAR_OWN_US = 1.05, 50

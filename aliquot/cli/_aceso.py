@@ -43,10 +43,20 @@ def show(
                 Column("missing", lambda each: len(each.missing), number=True),
             )
         )
+        answer = {}
         for each in databases:
             for line in each.missing[:5]:
                 say.note(f"missing in {each.model}: {line}")
-        say.finish({each.model: _facts(each) for each in databases})
+            sizes = {f"{kind}_{n}": len(times) for (kind, n), times in each.collectives.items()}
+            answer[each.model] = {
+                "operators": list(each.operators),
+                "micro_batches": list(each.micro_batches),
+                "tensor_degrees": list(each.tensor_degrees),
+                "algorithms": list(each.algorithms),
+                "collectives": sizes,
+                "missing": list(each.missing),
+            }
+        say.finish(answer)
 
 
 def evaluate(
@@ -169,16 +179,3 @@ def _peak_mb(performance: Any) -> float:
 
 def _numbers(values: tuple[int, ...]) -> str:
     return ", ".join(map(str, values))
-
-
-def _facts(performance: Any) -> dict[str, Any]:
-    return {
-        "operators": list(performance.operators),
-        "micro_batches": list(performance.micro_batches),
-        "tensor_degrees": list(performance.tensor_degrees),
-        "algorithms": list(performance.algorithms),
-        "collectives": {
-            f"{kind}_{n}": len(times) for (kind, n), times in performance.collectives.items()
-        },
-        "missing": list(performance.missing),
-    }

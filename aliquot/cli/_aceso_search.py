@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +52,10 @@ class _ProblemOptions:
         """The problem, and the measurements that the database lacks."""
         from ..interop.aceso.search import read_problem
 
+        layers: int | list[int] | None = None
+        if self.num_layers is not None:
+            layers = list(_listed(self.num_layers, "--num-layers", "24, or 3,4,6,3"))
+            layers = layers if len(layers) > 1 else layers[0]
         return read_problem(
             self.database,
             model=self.model,
@@ -62,7 +67,7 @@ class _ProblemOptions:
             micro_batches=_listed(self.micro_batch_sizes, "--micro-batch-sizes", "1,2,4,8"),
             judge=judge,
             chain=self.chain,
-            num_layers=_layers(self.num_layers),
+            num_layers=layers,
         )
 
 
@@ -289,16 +294,12 @@ def _show_others(say: Session, best: tuple[tuple[Configuration, Estimate], ...])
 
 def _degrees(stage: Any) -> str:
     """Tensor and data degrees of a stage with how many operators have them, most first."""
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for t, d, a in zip(stage.tensor, stage.data, stage.algorithm, strict=True):
-        name = f"{t} x {d}" + (f" algorithm {a}" if a else "")
-        counts[name] = counts.get(name, 0) + 1
-    ranked = sorted(counts.items(), key=lambda entry: -entry[1])
-    return (
-        ranked[0][0]
-        if len(ranked) == 1
-        else ", ".join(f"{name}: {count}" for name, count in ranked)
-    )
+        counts[f"{t} x {d}{f' algorithm {a}' if a else ''}"] += 1
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{name}: {count}" for name, count in counts.most_common())
 
 
 def _figures(result: SearchResult) -> dict[str, Any]:
@@ -312,13 +313,6 @@ def _figures(result: SearchResult) -> dict[str, Any]:
         "best_found_at_s": result.best_found_at_s,
         "ended": result.ended,
     }
-
-
-def _layers(text: str | None) -> int | list[int] | None:
-    if text is None:
-        return None
-    numbers = list(_listed(text, "--num-layers", "24, or 3,4,6,3"))
-    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def _listed(text: str, option: str, example: str) -> tuple[int, ...]:

@@ -149,7 +149,7 @@ def alpa(
             return
         where = None
         if run.predict:
-            where = _cluster(of_cases.cluster or _machines(chosen), of_cases.network_gbps, part)
+            where = _cluster(of_cases, chosen, part)
 
         def measure(case: Case, plan_of: str) -> Row:
             found = row_of_own_process(case.number, plan_of)
@@ -239,18 +239,15 @@ def _whole(part: LaunchOptions) -> bool:
     return part.num_hosts is None and part.num_devices_per_host is None
 
 
-def _machines(suite: Suite) -> str:
-    """As many machines as the largest case of a suite needs."""
-    per_machine = int(_MACHINE.partition("x")[0])
-    most = max(case.num_devices for case in suite.cases)
-    return f"{-(-most // per_machine)}x{_MACHINE}"
-
-
-def _cluster(name: str, network_gbps: str | None, part: LaunchOptions) -> Cluster:
-    """The cluster, or the part of it that is asked for."""
+def _cluster(asked: _CaseOptions, suite: Suite, part: LaunchOptions) -> Cluster:
+    """The cluster, or the part of it that is asked for; by default as many machines as the largest
+    case of the suite needs.
+    """
     from ..cluster import subcluster
 
-    whole = read_cluster(name, network_gbps)
+    most, per_machine = max(c.num_devices for c in suite.cases), int(_MACHINE.partition("x")[0])
+    name = asked.cluster or f"{-(-most // per_machine)}x{_MACHINE}"
+    whole = read_cluster(name, asked.network_gbps)
     hosts = part.num_hosts or (whole.num_hosts if _whole(part) else 1)
     per_host = part.num_devices_per_host or whole.devices_per_host
     if hosts > whole.num_hosts or per_host > whole.devices_per_host:

@@ -38,7 +38,11 @@ def show_checkpoint(
                     f"{counted(len(rows), 'checkpoint')} in {answer['folder']}",
                     [row for row in rows if "saved_at" in row],
                     Column("number", "number", number=True),
-                    Column("saved at", "saved_at", _as_utc),
+                    Column(
+                        "saved at",
+                        "saved_at",
+                        lambda at: at.replace("T", " ").replace("+00:00", " UTC"),
+                    ),
                     Column("arrays", "arrays", number=True),
                     Column("elements", "elements", format_count, number=True),
                     Column("on disk", "bytes_on_disk", format_bytes, number=True),
@@ -70,10 +74,6 @@ def show_checkpoint(
             if record["meta"]:
                 say.show(f"Saved with it: {json.dumps(record['meta'], ensure_ascii=False)}")
         say.finish(answer)
-
-
-def _as_utc(saved_at: str) -> str:
-    return saved_at.replace("T", " ").replace("+00:00", " UTC")
 
 
 def _writer(row: Mapping[str, Any]) -> str:

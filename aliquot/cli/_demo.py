@@ -148,7 +148,10 @@ def _conclude(
 ) -> None:
     from ..report import beside_measured, loss_chart
 
-    largest = max(_relative(a, b) for a, b in zip(many.losses, one.losses, strict=True))
+    largest = 0.0
+    for loss, reference in zip(many.losses, one.losses, strict=True):
+        difference = abs(loss - reference) / (abs(reference) or 1.0)
+        largest = max(largest, difference if math.isfinite(difference) else math.inf)
     agree, fell = largest <= _TOLERANCE, many.losses[-1] < many.losses[0]
     say.show(
         loss_chart({f"loss on {_DEVICES} devices": many.losses, "loss on 1 device": one.losses})
@@ -187,8 +190,3 @@ def _conclude(
         say.note("error: the loss did not fall.")
     if not (agree and fell):
         raise typer.Exit(1)
-
-
-def _relative(value: float, reference: float) -> float:
-    difference = abs(value - reference) / abs(reference) if reference else abs(value - reference)
-    return difference if math.isfinite(difference) else math.inf

@@ -132,7 +132,7 @@ def leaving_at_sigterm() -> Iterator[None]:
 def end_at_interrupts() -> None:
     """From now on Ctrl-C ends the process without a message, as all output has been printed."""
     with contextlib.suppress(ValueError):
-        signal.signal(signal.SIGINT, _end)
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -148,10 +148,6 @@ def _raise(number: int, frame: FrameType | None) -> None:
             _leave(number, frame)
         caller = caller.f_back
     signal.default_int_handler(number, frame)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    os._exit(INTERRUPTED)
 
 
 _ENDING = b"interrupted: ending what is under way. Press Ctrl-C again to end at once.\n"

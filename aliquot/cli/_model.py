@@ -389,18 +389,14 @@ def _check_call(
         # The call will show.
         return dict(settings)
     kinds = inspect.Parameter
-    known = [
-        each
-        for each, p in parameters.items()
-        if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
-    ]
+    by_name = kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY
+    known = [each for each, p in parameters.items() if p.kind in by_name]
     faults = []
     if not any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()):
-        faults += [
-            f"it has no argument {key!r}: {nearest(key, known).removesuffix('.')}"
-            for key in settings
-            if key not in known
-        ]
+        for key in settings:
+            if key not in known:
+                meant = nearest(key, known).removesuffix(".")
+                faults.append(f"it has no argument {key!r}: {meant}")
     typed = dict(settings)
     for key, value in settings.items():
         if isinstance(value, str):
@@ -408,15 +404,12 @@ def _check_call(
                 typed[key] = typed_setting(value, _kind_of_argument(parameters.get(key)))
             except InputError as error:
                 faults.append(f"{key}={error}")
-    needed = [
-        each for each in known if parameters[each].default is kinds.empty and each not in settings
-    ]
+    without = [each for each, p in parameters.items() if p.default is kinds.empty]
+    needed = [each for each in known if each in without and each not in settings]
     if needed:
         given = " ".join(f"--set {each}=..." for each in needed)
         faults.append(f"it needs {', '.join(needed)}: add {given}, or give them defaults")
-    if any(
-        p.kind is kinds.POSITIONAL_ONLY and p.default is kinds.empty for p in parameters.values()
-    ):
+    if any(parameters[each].kind is kinds.POSITIONAL_ONLY for each in without):
         faults.append("it needs arguments without names, which cannot be given")
     if faults:
         raise InputError(f"{name} cannot be called: {'; '.join(faults)}.")

@@ -86,10 +86,9 @@ def with_remedies(error: InfeasibleError, remedies: Sequence[Remedy]) -> Infeasi
 
     if not remedies:
         return error
-    told = [
-        each if each.is_known else replace(each, change=_command_with(each.change))
-        for each in remedies
-    ]
+    told = []
+    for each in remedies:
+        told.append(each if each.is_known else replace(each, change=_command_with(each.change)))
     return error.reworded(f"{error.message}\n{remedies_text(told)}")
 
 

@@ -72,25 +72,22 @@ def _contradictions(
         "attention": model_options.attention,
         "scan": model_options.scan or None,
     }
-    faults = [
-        f"--{key.replace('_', '-')} says {value}, the plan {settings.get(key)}"
-        for key, value in asked.items()
-        if value is not None and settings.get(key) != value
-    ]
+    faults = []
+    for key, value in asked.items():
+        if value is not None and settings.get(key) != value:
+            name = key.replace("_", "-")
+            faults.append(f"--{name} says {value}, the plan {settings.get(key)}")
     overrides = settings.get("overrides") or {}
     sizes = dict(pair.split("=", 1) for pair in model_options.settings or () if "=" in pair)
     if model_options.seq_len is not None:
         sizes["seq_len"] = str(model_options.seq_len)
-    faults += [
-        f"{key}={value} is asked for, the plan has {overrides.get(key, 'the usual value')}"
-        for key, value in sizes.items()
-        if str(overrides.get(key)) != value
-    ]
-    faults += [
-        f"--{field.name.replace('_', '-')} says how to plan"
-        for field in dataclasses.fields(method_options)
-        if getattr(method_options, field.name) != field.default
-    ]
+    for key, value in sizes.items():
+        if str(overrides.get(key)) != value:
+            usual = overrides.get(key, "the usual value")
+            faults.append(f"{key}={value} is asked for, the plan has {usual}")
+    for field in dataclasses.fields(method_options):
+        if getattr(method_options, field.name) != field.default:
+            faults.append(f"--{field.name.replace('_', '-')} says how to plan")
     return faults
 
 

@@ -123,14 +123,10 @@ class Cluster:
     measured: AbstractMeasured | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} must be at least 1, got {value}"
-            for name, value in (
-                ("num_hosts", self.num_hosts),
-                ("devices_per_host", self.devices_per_host),
-            )
-            if value < 1
-        ]
+        problems = []
+        for name in ("num_hosts", "devices_per_host"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_devices > MOST_DEVICES and not problems:
             problems.append(
                 f"{self.num_hosts} x {self.devices_per_host} devices are more than the"
@@ -304,22 +300,11 @@ class Cluster:
             ("within a host", _describe_link(self.intra, "per device")),
         ]
         if self.num_hosts > 1:
-            facts.append(
-                (
-                    "between hosts",
-                    _describe_link(self.inter, "per host, shared by its devices"),
-                )
-            )
-        memory = self.host.memory_bytes
-        facts.append(
-            (
-                "host memory",
-                (
-                    f"{format_bytes(memory) if memory else 'size unknown'}; copies to or from a"
-                    f" device {format_bytes_per_s(self.host.copy_bytes_per_s)} each way"
-                ),
-            )
-        )
+            described = _describe_link(self.inter, "per host, shared by its devices")
+            facts.append(("between hosts", described))
+        memory, copies = self.host.memory_bytes, format_bytes_per_s(self.host.copy_bytes_per_s)
+        size = format_bytes(memory) if memory else "size unknown"
+        facts.append(("host memory", f"{size}; copies to or from a device {copies} each way"))
         if self.topology:
             facts.append(("wiring", self.topology))
         return facts

@@ -85,16 +85,15 @@ def compose(
         most: how many to return.
     """
     known = _WithoutLaunch(step, measured)
-    kept = [
-        _undominated(some, functools.partial(known.seconds, k))
-        for k, some in enumerate(combinations)
-    ]
-    while math.prod(len(some) for some in kept) > _MOST:
+    kept = []
+    for k, some in enumerate(combinations):
+        kept.append(_undominated(some, functools.partial(known.seconds, k)))
+    while math.prod(map(len, kept)) > _MOST:
         # If even these are too many, the slower half of the longest list is dropped.
         longest = max(range(len(kept)), key=lambda k: len(kept[k]))
         by_time = sorted(kept[longest], key=lambda c: known.seconds(longest, c)[0])
         kept[longest] = by_time[: len(by_time) // 2]
-    shape = [len(some) for some in kept]
+    shape = list(map(len, kept))
     seconds, of_it_measured = np.full(shape, known.launch_s), np.full(shape, known.launch_s)
     held, working = np.zeros(shape), np.zeros(shape)
     for k, some in enumerate(kept):
@@ -170,10 +169,8 @@ class _WithoutLaunch:
         for crossing, conversion in conversions_between(self._step.crossings[kinds], before, after):
             known_s = self._measured.conversions.get(conversion) if self._measured else None
             if known_s is not None:
-                total_s, measured_s = (
-                    total_s + self._net(known_s)[0],
-                    measured_s + self._net(known_s)[1],
-                )
+                net_s, _ = self._net(known_s)
+                total_s, measured_s = total_s + net_s, measured_s + net_s
                 continue
             if conversion not in self._modelled_s:
                 source, target, mesh = conversion.source, conversion.target, self._step.mesh
@@ -199,10 +196,8 @@ def _undominated(
     groups: dict[tuple[object, ...], list[Combination]] = {}
     # Fastest first: one that is kept later must need less memory than all before it.
     for c in sorted(some, key=lambda c: (seconds(c)[0], c.options)):
-        group = groups.setdefault(
-            (tuple(sorted(c.enters.items())), tuple(sorted(c.leaves.items()))), []
-        )
-        held = c.state_bytes + c.kept_bytes
+        ends = tuple(sorted(c.enters.items())), tuple(sorted(c.leaves.items()))
+        group, held = groups.setdefault(ends, []), c.state_bytes + c.kept_bytes
         if not any(
             o.state_bytes + o.kept_bytes <= held and o.working_bytes <= c.working_bytes
             for o in group

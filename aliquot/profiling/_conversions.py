@@ -58,20 +58,18 @@ def all_conversions(
     """All conversions that any two neighbours of a step may need, each once, after `LAUNCH`."""
     found = {LAUNCH: None}
     for (a, b), crossings in step.crossings.items():
-        for before, after in itertools.product(
-            _by_boundary(combinations[a]), _by_boundary(combinations[b])
-        ):
-            found |= {
-                conversion: None for _, conversion in conversions_between(crossings, before, after)
-            }
+        ends = _by_boundary(combinations[a]), _by_boundary(combinations[b])
+        for before, after in itertools.product(*ends):
+            found |= dict.fromkeys(c for _, c in conversions_between(crossings, before, after))
     return list(found)
 
 
 def _by_boundary(combinations: Sequence[Combination]) -> list[Combination]:
     """One combination for each way to split the inputs and outputs of a segment."""
-    return list(
-        {(tuple(c.enters.items()), tuple(c.leaves.items())): c for c in combinations}.values()
-    )
+    found = {}
+    for c in combinations:
+        found[tuple(c.enters.items()), tuple(c.leaves.items())] = c
+    return list(found.values())
 
 
 def conversion_key(conversion: Conversion, mesh_shape: tuple[int, ...]) -> ProgramKey:
@@ -91,15 +89,12 @@ def compile_conversion(
         return compile_program(
             jitted, [argument], mesh_shape, axis_names, label="launch of a program"
         )
-    source, target = (
-        NamedSharding(mesh, PartitionSpec(*dims_of(spec, mesh.axis_names, len(conversion.shape))))
-        for spec in (conversion.source, conversion.target)
-    )
+    ends, names, ndim = [], [], len(conversion.shape)
+    for spec in (conversion.source, conversion.target):
+        ends.append(NamedSharding(mesh, PartitionSpec(*dims_of(spec, mesh.axis_names, ndim))))
+        names.append(format_spec(spec, axis_names, ndim))
+    source, target = ends
     argument = jax.ShapeDtypeStruct(conversion.shape, jnp.dtype(conversion.dtype), sharding=source)
-    names = [
-        format_spec(spec, axis_names, len(conversion.shape))
-        for spec in (conversion.source, conversion.target)
-    ]
     label = f"{conversion.dtype}{list(conversion.shape)} from {names[0]} to {names[1]}"
     jitted = jax.jit(lambda x: x, out_shardings=target)
     return compile_program(jitted, [argument], mesh_shape, axis_names, label=label)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from ..graph import Phase, named_operator
-from ..planners import BlockOptions
 from ..sharding import Choice, outside_blocks
 from ._database import ProfileDatabase
 from ._programs import program_key
@@ -32,11 +31,38 @@ def describe_blocks(step: SegmentedStep) -> dict[str, Any]:
     option does not determine the split.
     """
     outside = outside_blocks(step.problem.nodes, [b.block for b in step.blocks])
+    blocks = []
+    nodes = step.problem.nodes.nodes
+    for number, options in enumerate(step.blocks):
+        block, products, num_forward = options.block, [], 0
+        for product in block.products:
+            phase = nodes[product].phase
+            if phase is not None:
+                num_forward += phase is Phase.FORWARD
+                plans = [_follows(step, product, masks[product]) for masks in options.masks]
+                products.append(
+                    {
+                        "operator": nodes[product].label,
+                        "phase": phase.name.lower(),
+                        "plans": plans,
+                    }
+                )
+        blocks.append(
+            {
+                "number": number,
+                "entry": nodes[block.entry].label,
+                "parameters": [_NUMBER.sub("*", nodes[p].label) for p in block.parameters],
+                "copies": nodes[block.entry].copies,
+                "options": [_option(step, block.entry, choice) for choice in options.choices],
+                "products": products,
+                "forward_products": num_forward,
+            }
+        )
     return {
         "mesh": dict(zip(step.mesh.axis_names, step.mesh.shape, strict=True)),
         "num_programs": step.num_programs,
         "outside": [named_operator(step.problem.graph.ops[op]) for op in outside],
-        "blocks": [_block(step, number, block) for number, block in enumerate(step.blocks)],
+        "blocks": blocks,
         "segments": {
             "kinds": [
                 {
@@ -83,57 +109,27 @@ def describe_combinations(
     return described
 
 
-def _block(step: SegmentedStep, number: int, options: BlockOptions) -> dict[str, Any]:
-    nodes, block = step.problem.nodes.nodes, options.block
-    phases = {p: phase for p in block.products if (phase := nodes[p].phase) is not None}
-    return {
-        "number": number,
-        "entry": nodes[block.entry].label,
-        "parameters": [_NUMBER.sub("*", nodes[p].label) for p in block.parameters],
-        "copies": nodes[block.entry].copies,
-        "options": [_option(step, block.entry, choice) for choice in options.choices],
-        "products": [
-            {
-                "operator": nodes[product].label,
-                "phase": phases[product].name.lower(),
-                "plans": [_follows(step, product, masks[product]) for masks in options.masks],
-            }
-            for product in phases
-        ],
-        "forward_products": sum(phase is Phase.FORWARD for phase in phases.values()),
-    }
-
-
 def _option(step: SegmentedStep, node: int, choice: Choice) -> str:
-    axes = step.mesh.axis_names
-    parts = [
-        f"{_factor(step, node, f)} on {axis}"
-        for axis, f in zip(axes, choice, strict=True)
-        if f >= 0
-    ]
-    return ", ".join(parts) or "whole"
-
-
-def _factor(step: SegmentedStep, node: int, factor: int) -> str:
-    """The role of a factor in a product: contraction, batch, expert, head, output or sequence."""
     nodes = step.problem.nodes
-    results = [e.source_projection[factor] for e in nodes.edges if e.source == node]
-    if results and all(dim < 0 for dim in results):
-        return "contraction"
-    if factor in nodes.batch_factors[node]:
-        return "batch"
-    operands = [
-        e.target_projection[factor] for e in nodes.edges if e.target == node and e.kind == "operand"
-    ]
     given = {port.node for port in nodes.input_ports}
-    of_parameter = any(
-        e.target_projection[factor] >= 0 and e.source in given
-        for e in nodes.edges
-        if e.target == node and e.kind == "operand"
-    )
-    if all(dim >= 0 for dim in operands):
-        return "expert" if of_parameter else "head"
-    return "output" if of_parameter else "sequence"
+    results = [e for e in nodes.edges if e.source == node]
+    operands = [e for e in nodes.edges if e.target == node and e.kind == "operand"]
+    parts = []
+    for axis, factor in zip(step.mesh.axis_names, choice, strict=True):
+        if factor < 0:
+            continue
+        having = [e for e in operands if e.target_projection[factor] >= 0]
+        of_parameter = any(e.source in given for e in having)
+        if results and all(e.source_projection[factor] < 0 for e in results):
+            role = "contraction"
+        elif factor in nodes.batch_factors[node]:
+            role = "batch"
+        elif len(having) == len(operands):
+            role = "expert" if of_parameter else "head"
+        else:
+            role = "output" if of_parameter else "sequence"
+        parts.append(f"{role} on {axis}")
+    return ", ".join(parts) or "whole"
 
 
 def _follows(step: SegmentedStep, product: int, mask: Any) -> str:

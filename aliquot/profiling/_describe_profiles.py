@@ -43,9 +43,8 @@ def describe_profiles(database: ProfileDatabase, cluster: Cluster | None = None)
             kind = f"{operator.kind} {operator.dtype}"
         by_kind[kind, _devices(key), measurement.grade].append(measurement)
         if measurement.spread > _NOISY and measurement.seconds is not None:
-            outliers.append(
-                _outlier(key, measurement, f"its runs spread by {measurement.spread:.0%}")
-            )
+            reason = f"its runs spread by {measurement.spread:.0%}"
+            outliers.append(_outlier(key, measurement, reason))
     kinds = []
     for (kind, devices, grade), some in sorted(by_kind.items()):
         seconds = [m.seconds for m in some if m.seconds is not None]
@@ -70,10 +69,7 @@ def describe_profiles(database: ProfileDatabase, cluster: Cluster | None = None)
     return {
         "kinds": kinds,
         "tables": [] if cluster is None else _tables(database, cluster),
-        "outliers": sorted(
-            found.values(),
-            key=lambda row: -float(row["seconds"]),
-        ),
+        "outliers": sorted(found.values(), key=lambda row: -float(row["seconds"])),
     }
 
 
@@ -146,27 +142,20 @@ def measured_curves(database: ProfileDatabase) -> list[dict[str, Any]]:
 
 def _unlike_neighbours(database: ProfileDatabase) -> list[dict[str, Any]]:
     """Operators that take more than twice as long as the next larger one of the same kind."""
-    groups: defaultdict[
-        tuple[str, str, str, tuple[int, ...]], list[tuple[float, ProgramKey, Measurement]]
-    ]
-    groups = defaultdict(list)
+    groups: defaultdict[Any, list[tuple[float, ProgramKey, Measurement]]] = defaultdict(list)
     for key, measurement in database.rows():
         operator = Operator.parse(key.program)
-        if (
-            operator is not None
-            and operator.kind not in (LAUNCH.kind, "product")
-            and measurement.seconds
-        ):
-            groups[operator.kind, _devices(key), key.mesh, operator.axes].append(
-                (float(operator.sizes[0]), key, measurement)
-            )
+        if operator is None or operator.kind in (LAUNCH.kind, "product"):
+            continue
+        if measurement.seconds:
+            alike = operator.kind, _devices(key), key.mesh, operator.axes
+            groups[alike].append((float(operator.sizes[0]), key, measurement))
     found = []
     for some in groups.values():
         some.sort(key=lambda each: each[0])
         for (_, key, measurement), (_, _, larger) in zip(some, some[1:], strict=False):
             assert measurement.seconds is not None and larger.seconds is not None
             if measurement.seconds > (1 + _FAR_OFF) * larger.seconds:
-                found.append(
-                    _outlier(key, measurement, "a larger one takes less than half as long")
-                )
+                reason = "a larger one takes less than half as long"
+                found.append(_outlier(key, measurement, reason))
     return found

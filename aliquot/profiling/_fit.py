@@ -63,11 +63,11 @@ def fit_profiles(database: ProfileDatabase, cluster: Cluster) -> Fit:
     # Fitted figures must explain measurements, not repeat corrections made from them.
     plain = replace(cluster, measured=None)
     launches = [row for row in rows if row[0] == LAUNCH]
-    timed = [
-        (row, seconds)
-        for row in rows
-        if row[0].kind != TRANSFER and (seconds := without_launch(row, launches)) is not None
-    ]
+    timed = []
+    for row in rows:
+        seconds = without_launch(row, launches) if row[0].kind != TRANSFER else None
+        if seconds is not None:
+            timed.append((row, seconds))
     used, held_out = _halves(timed)
     target = target_for(cluster.device)
     figures: dict[str, tuple[float, str]] = {}
@@ -81,19 +81,14 @@ def fit_profiles(database: ProfileDatabase, cluster: Cluster) -> Fit:
             " MODEL."
         )
     fitted = _with_figures(plain, {name: value for name, (value, _) in figures.items()})
-    before = {name: target.figure(name) for name in figures}
-    return Fit(
-        cluster=fitted,
-        figures={
-            name: {
-                "value": fitted.device.calibration[name],
-                "before": before[name],
-                "source": _raised(name, value, source),
-            }
-            for name, (value, source) in figures.items()
-        },
-        errors=_errors(held_out, plain, fitted),
-    )
+    described = {}
+    for name, (value, source) in figures.items():
+        if name in _PEAKS and value > 1:
+            times = f"{value:.3g} times what the cluster said"
+            source = f"{source}; {_PEAKS[name]} was raised, to {times}"
+        calibrated = fitted.device.calibration[name]
+        described[name] = {"value": calibrated, "before": target.figure(name), "source": source}
+    return Fit(cluster=fitted, figures=described, errors=_errors(held_out, plain, fitted))
 
 
 def _halves(
@@ -105,10 +100,8 @@ def _halves(
     groups: defaultdict[tuple[str, str, tuple[int, ...]], list[tuple[_Row, float]]] = defaultdict(
         list
     )
-    for (operator, key, measurement), seconds in timed:
-        groups[operator.kind, key.mesh, operator.axes].append(
-            ((operator, key, measurement), seconds)
-        )
+    for row, seconds in timed:
+        groups[row[0].kind, row[1].mesh, row[0].axes].append((row, seconds))
     used, held_out = [], []
     for some in groups.values():
         some.sort(key=lambda each: each[0][0].sizes)
@@ -153,12 +146,6 @@ def _with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
     return replace(cluster, device=device, intra=intra)
 
 
-def _raised(name: str, value: float, source: str) -> str:
-    if name not in _PEAKS or value <= 1:
-        return source
-    return f"{source}; {_PEAKS[name]} was raised, to {value:.3g} times what the cluster said"
-
-
 def _fit_products(
     timed: Sequence[tuple[_Row, float]], cluster: Cluster
 ) -> dict[str, tuple[float, str]]:
@@ -180,9 +167,8 @@ def _fit_products(
 
     def residuals(values: NDArray[np.float64]) -> NDArray[np.float64]:
         calibrated = _with_figures(cluster, figures(values))
-        return (
-            np.log([modelled_operator(row[0], row[1], calibrated)[2] for row, _ in some]) - measured
-        )
+        modelled = [modelled_operator(row[0], row[1], calibrated)[2] for row, _ in some]
+        return np.log(modelled) - measured
 
     low, high = np.full(len(names), _LEAST), np.full(len(names), _MOST)
     # A peak may be understated; the shares cannot exceed 1.
@@ -201,9 +187,7 @@ def _fit_traffic(
     some = [(row, seconds) for row, seconds in timed if row[0].kind == "traffic"]
     if len(some) < 2:
         return {}
-    slope, _ = fit_line(
-        np.array([row[0].sizes[0] for row, _ in some], np.float64), np.array([s for _, s in some])
-    )
+    _, slope, _ = _line(some)
     share = 1 / slope / cluster.device.memory_bandwidth_bytes_per_s
     return {
         "bandwidth_efficiency": (
@@ -238,18 +222,16 @@ def _fit_collectives(
     shares: defaultdict[str, list[float]] = defaultdict(list)
     overheads = []
     for (kind, *_), some in groups.items():
-        sizes = np.array([row[0].sizes[0] for row, _ in some], np.float64)
-        if len(set(sizes.tolist())) < 2:
+        if len({row[0].sizes[0] for row, _ in some}) < 2:
             continue
-        slope, start = fit_line(sizes, np.array([seconds for _, seconds in some]))
-        two = [
-            modelled_operator(some[k][0][0], some[k][0][1], best)
-            for k in (sizes.argmin(), sizes.argmax())
-        ]
-        fastest = (two[1][2] - two[0][2]) / (sizes.max() - sizes.min())
+        sizes, slope, start = _line(some)
+        (least, _), (most, _) = some[sizes.argmin()], some[sizes.argmax()]
+        _, _, least_s = modelled_operator(least[0], least[1], best)
+        _, _, most_s = modelled_operator(most[0], most[1], best)
+        fastest = (most_s - least_s) / (sizes.max() - sizes.min())
         # A line without slope shows no limit of bandwidth, so its share is the highest.
         shares[kind].append(fastest / slope if slope > 0 else _MOST)
-        overheads.append(max(start - (two[0][2] - fastest * sizes.min()), 0.0))
+        overheads.append(max(start - (least_s - fastest * sizes.min()), 0.0))
     figures: dict[str, tuple[float, str]] = {}
     if not shares:
         return figures
@@ -268,6 +250,12 @@ def _fit_collectives(
         figures["all_to_all_efficiency"] = _share(shares["all-to-all"], _HIGHEST), source
     figures["collective_overhead_s"] = float(np.median(overheads)), source
     return figures
+
+
+def _line(some: Sequence[tuple[_Row, float]]) -> tuple[NDArray[np.float64], float, float]:
+    """Sizes of operators, and the line through their seconds: by its slope and its start."""
+    sizes = np.array([row[0].sizes[0] for row, _ in some], np.float64)
+    return sizes, *fit_line(sizes, np.array([seconds for _, seconds in some]))
 
 
 def _share(shares: Sequence[float], most: float = _MOST) -> float:

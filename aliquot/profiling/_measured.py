@@ -82,11 +82,8 @@ def read_measured(database: ProfileDatabase, cluster: Cluster, *, of_any: bool =
             spreads=np.array(spreads),
             grade=grade,
         )
-    transfers = {
-        crosses: link
-        for crosses in (False, True)
-        if (link := _transfer_link(fitting, cluster, crosses))
-    }
+    links = {crosses: _transfer_link(fitting, cluster, crosses) for crosses in (False, True)}
+    transfers = {crosses: link for crosses, link in links.items() if link is not None}
     what = f"{sum(len(table.points) for table in tables.values())} operators of {devices}"
     compute_only = not any(operator.axes for operator, _, _ in fitting) and cluster.num_devices > 1
     if any(table.grade == MEASURED_COMPUTE for table in tables.values()):
@@ -108,11 +105,11 @@ def fitting_rows(
         advice: sentence for the error that says what else to do if no operator was measured on such
             devices.
     """
-    rows = [
-        (operator, key, measurement)
-        for key, measurement in database.rows()
-        if (operator := Operator.parse(key.program)) is not None and measurement.seconds is not None
-    ]
+    rows = []
+    for key, measurement in database.rows():
+        operator = Operator.parse(key.program)
+        if operator is not None and measurement.seconds is not None:
+            rows.append((operator, key, measurement))
     if not rows:
         raise InputError(
             f"{database.path} holds no measured operators. Measure some: aliquot profile run MODEL"
@@ -192,29 +189,20 @@ def _correct_rows(rows: Sequence[Row], cluster: Cluster) -> Iterator[_Entry]:
     plain, launches = replace(cluster, measured=None), [row for row in rows if row[0] == LAUNCH]
     for row in rows:
         operator, key, measurement = row
+        if operator.kind == TRANSFER:
+            continue
+        if operator.kind in COLLECTIVES:
+            part = part_of(plain, key.num_devices)
+            if part is None or part.num_hosts != key.num_hosts:
+                continue
         seconds = without_launch(row, launches)
-        if seconds is not None and _runs_on(operator, key, plain):
+        if seconds is not None:
             # Ratios carry over to sizes that were not measured; seconds would not.
             table, point, modelled_s = modelled_operator(operator, key, plain)
             # If one device ran alone, it says nothing about several that run at the same time.
-            yield _Entry(
-                table,
-                point,
-                seconds / modelled_s,
-                measurement.spread,
-                MEASURED_COMPUTE
-                if key.num_devices == 1 < cluster.num_devices
-                else measurement.grade,
-            )
-
-
-def _runs_on(operator: Operator, key: ProgramKey, cluster: Cluster) -> bool:
-    if operator.kind == TRANSFER:
-        return False
-    if operator.kind not in COLLECTIVES:
-        return True
-    part = part_of(cluster, key.num_devices)
-    return part is not None and part.num_hosts == key.num_hosts
+            is_alone = key.num_devices == 1 < cluster.num_devices
+            grade = MEASURED_COMPUTE if is_alone else measurement.grade
+            yield _Entry(table, point, seconds / modelled_s, measurement.spread, grade)
 
 
 def _transfer_link(rows: Sequence[Row], cluster: Cluster, crosses_hosts: bool) -> Link | None:

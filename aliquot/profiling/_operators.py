@@ -8,6 +8,7 @@ such as `product bfloat16 1x512x2048x512`, which is also its key in the database
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -90,12 +91,11 @@ class Operator(NamedTuple):
         if kind not in (_PRODUCT, _TRAFFIC, TRANSFER, *COLLECTIVES) or len(rest) != 2:
             return None
         try:
-            sizes = tuple(int(size) for size in rest[1].split("x"))
+            sizes = tuple(map(int, rest[1].split("x")))
             if len(sizes) != (4 if kind == _PRODUCT else 1) or min(sizes) < 1:
                 return None
-            return Operator(
-                kind, rest[0], sizes, tuple(int(axis) for axis in along.split(",")) if along else ()
-            )
+            axes = tuple(map(int, along.split(","))) if along else ()
+            return Operator(kind, rest[0], sizes, axes)
         except ValueError:
             return None
 
@@ -119,12 +119,9 @@ def compile_operator(operator: Operator, mesh_shape: tuple[int, ...]) -> Compile
     names = AXIS_NAMES[: len(mesh_shape)]
     mesh = make_mesh(mesh_shape, names, None)
     function, shapes, dtype = _local_program(operator, tuple(names[axis] for axis in operator.axes))
-    split = PartitionSpec(names)
-    devices = math.prod(mesh_shape)
-    arguments = [
-        jax.ShapeDtypeStruct((devices, *shape), dtype, sharding=NamedSharding(mesh, split))
-        for shape in shapes
-    ]
+    split, lead = PartitionSpec(names), math.prod(mesh_shape)
+    sharding = NamedSharding(mesh, split)
+    arguments = [jax.ShapeDtypeStruct((lead, *s), dtype, sharding=sharding) for s in shapes]
 
     def on_each(*blocks: Any) -> Any:
         return function(*(block[0] for block in blocks))[None]
@@ -146,13 +143,11 @@ def _transfer(operator: Operator, num_devices: int) -> CompiledPart:
     """
     half, (num_bytes,), label = num_devices // 2, operator.sizes, operator.described()
     ends = (jax.devices()[:half], jax.devices()[half:num_devices])
-    here, there = (
-        NamedSharding(make_mesh((half,), ("x",), devices), PartitionSpec("x")) for devices in ends
-    )
-    on_this, on_that = (
-        jax.ShapeDtypeStruct((num_bytes // _FLOAT32_BYTES,), jnp.float32, sharding=sharding)
-        for sharding in (here, there)
-    )
+    meshes = [make_mesh((half,), ("x",), devices) for devices in ends]
+    here, there = (NamedSharding(mesh, PartitionSpec("x")) for mesh in meshes)
+    shape = (num_bytes // _FLOAT32_BYTES,)
+    on_this = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=here)
+    on_that = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=there)
     if len({device.process_index for device in itertools.chain(*ends)}) == 1:
         if not takes_part(ends[0]):
             return idle_part(label)
@@ -196,28 +191,24 @@ def _local_program(
         # Read once and written once.
         return lambda x: x * 1.5 + 0.5, [(max(num_bytes // 2 // dtype.itemsize, 1),)], dtype
     size = max(num_bytes // dtype.itemsize, 1)
-    return _collective(operator.kind, axes), [(size,)], dtype
+    return functools.partial(_collective, kind=operator.kind, axes=axes), [(size,)], dtype
 
 
-def _collective(kind: str, axes: tuple[str, ...]) -> Callable[[Any], Any]:
+def _collective(x: Any, kind: str, axes: tuple[str, ...]) -> Any:
     match kind:
         case "all-reduce":
-            return lambda x: jax.lax.psum(x, axes)
+            return jax.lax.psum(x, axes)
         case "all-gather":
-            return lambda x: jax.lax.all_gather(x, axes, tiled=True)
+            return jax.lax.all_gather(x, axes, tiled=True)
         case "reduce-scatter":
-            return lambda x: jax.lax.psum_scatter(x, axes, tiled=True)
+            return jax.lax.psum_scatter(x, axes, tiled=True)
         case "all-to-all":
-            return lambda x: jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+            return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
         case "collective-permute":
-            return lambda x: _shift(x, axes)
+            # To the next device of a ring.
+            size = jax.lax.axis_size(axes)
+            return jax.lax.ppermute(x, axes, [(i, (i + 1) % size) for i in range(size)])
     raise AssertionError(f"unknown collective {kind}")
-
-
-def _shift(x: Any, axes: tuple[str, ...]) -> Any:
-    """Send an array to the next device of a ring."""
-    size = jax.lax.axis_size(axes)
-    return jax.lax.ppermute(x, axes, [(i, (i + 1) % size) for i in range(size)])
 
 
 def collective_operator(

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,21 +180,19 @@ def measure_in_turn(
     # On CPUs, compilation would take the cores that are timed.
     alone = jax.devices()[0].platform == "cpu"
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        batches = _batched(parts, workers)
-        waiting = [pool.submit(part) for part in next(batches, ())]
+        left = iter(parts)
+
+        def begin() -> list[Future[CompiledPart]]:
+            return [pool.submit(part) for part in tuple(itertools.islice(left, workers))]
+
+        waiting = begin()
         while waiting:
             ready = [future.result() for future in waiting] if alone else waiting
-            waiting = [] if alone else [pool.submit(part) for part in next(batches, ())]
+            waiting = [] if alone else begin()
             for one in ready:
                 yield time_one(one if isinstance(one, CompiledPart) else one.result())
             if alone:
-                waiting = [pool.submit(part) for part in next(batches, ())]
-
-
-def _batched(parts: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
-    iterator = iter(parts)
-    while batch := tuple(itertools.islice(iterator, size)):
-        yield batch
+                waiting = begin()
 
 
 def is_out_of_memory(error: Exception) -> bool:

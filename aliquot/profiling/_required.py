@@ -38,6 +38,10 @@ _STEP = 4.0
 _TRANSFERS = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 
+# Worth, operator and mesh.
+_Ranked = tuple[float, Operator, tuple[int, ...]]
+
+
 @dataclass(frozen=True, eq=False)
 class _Asked(AbstractMeasured):
     """Measurements that correct nothing, but record what they are asked for: for each kind, the
@@ -143,43 +147,28 @@ def _listed(
     orders them.
     """
     alone = (cluster.num_devices,)
-    found: list[list[tuple[float, Operator, tuple[int, ...]]]] = [
-        [(worth, operator, alone) for worth, operator in _products(asked)],
-        [(worth, operator, alone) for worth, operator in _traffic(asked)],
-        [],
-        _transfers(cluster, limits) if transfers else [],
-    ]
+    products: list[_Ranked] = []
+    for kind, points in asked.points.items():
+        name, _, dtype = kind.partition(" ")
+        for point, worth in points.items() if name == "product" else ():
+            sizes = tuple(round(2**log) for log in point)
+            if min(sizes) >= 1:
+                products.append((worth, Operator("product", dtype, sizes), alone))
+    traffic: list[_Ranked] = []
+    logs = [point[0] for point in asked.points.get("traffic", {})]
+    for size in _sizes(min(logs), max(logs)) if logs else ():
+        traffic.append((float(size), Operator("traffic", "float32", (size,)), alone))
+    collectives: list[_Ranked] = []
     for shape in mesh_shapes:
-        some = _collectives(asked, shape, cluster, limits)
-        found[2] += [(worth, operator, shape) for worth, operator in some]
-    for kind in found:
-        kind.sort(key=lambda each: (-each[0], str(each[1]), each[2]))
+        for worth, operator in _collectives(asked, shape, cluster, limits):
+            collectives.append((worth, operator, shape))
+    moves = _transfers(cluster, limits) if transfers else []
+    found = [products, traffic, collectives, moves]
+    for some in found:
+        some.sort(key=lambda each: (-each[0], str(each[1]), each[2]))
     in_turn = filter(None, itertools.chain(*itertools.zip_longest(*found)))
     unique = {(str(operator), shape): (operator, shape) for _, operator, shape in in_turn}
     return [(LAUNCH, alone), *unique.values()]
-
-
-def _products(asked: _Asked) -> list[tuple[float, Operator]]:
-    found = []
-    for kind, points in asked.points.items():
-        name, _, dtype = kind.partition(" ")
-        if name == "product":
-            for point, worth in points.items():
-                sizes = tuple(round(2**log) for log in point)
-                if min(sizes) >= 1:
-                    found.append((worth, Operator("product", dtype, sizes)))
-    return found
-
-
-def _traffic(asked: _Asked) -> list[tuple[float, Operator]]:
-    points = asked.points.get("traffic", {})
-    if not points:
-        return []
-    logs = [point[0] for point in points]
-    return [
-        (float(size), Operator("traffic", "float32", (size,)))
-        for size in _sizes(min(logs), max(logs))
-    ]
 
 
 def _collectives(
@@ -211,15 +200,13 @@ def _collectives(
     return found
 
 
-def _transfers(
-    cluster: Cluster, limits: tuple[float, float]
-) -> list[tuple[float, Operator, tuple[int, ...]]]:
+def _transfers(cluster: Cluster, limits: tuple[float, float]) -> list[_Ranked]:
     """Transfers from one half of all devices, and of those of a host, to the other, each with its
     size and mesh.
     """
     # Between the hosts, and within one.
     counts = dict.fromkeys((cluster.num_devices, cluster.devices_per_host))
-    found: list[tuple[float, Operator, tuple[int, ...]]] = []
+    found: list[_Ranked] = []
     for count in counts:
         for size in _TRANSFERS:
             if count % 2 == 0 and size <= limits[count > cluster.devices_per_host]:

@@ -20,7 +20,7 @@ from ..core import InputError
 from ..cost import resharding_seconds
 from ..planners import Progress
 from ._compose import MeasuredStep
-from ._conversions import LAUNCH, Conversion, all_conversions, compile_conversion, conversion_key
+from ._conversions import LAUNCH, all_conversions, compile_conversion, conversion_key
 from ._database import Measurement, ProfileDatabase, ProgramKey
 from ._operators import Operator, compile_operator, operator_key
 from ._programs import CompiledPart, compile_part, measure_in_turn, program_key
@@ -83,26 +83,21 @@ def measured_step(
         pairs = [(c.seconds, known[c.options]) for c in some if c.options in known]
         ratios.append(_ratios(pairs, launch_s))
     of_all = _median(list(itertools.chain(*ratios)), 1.0)
+    sizes: dict[tuple[tuple[int, ...], str], float] = {}
+    for crossing in itertools.chain(*step.crossings.values()):
+        sizes.setdefault((crossing.shape, crossing.dtype), crossing.num_bytes)
+    pairs = []
+    for conversion, known_s in conversions.items():
+        source, target = conversion.source, conversion.target
+        num_bytes = sizes[conversion.shape, conversion.dtype]
+        pairs.append((resharding_seconds(source, target, num_bytes, step.mesh), known_s))
     return MeasuredStep(
         kinds=tuple(kinds),
         conversions=conversions,
         launch_s=launch_s,
         corrections=tuple(_median(some, of_all) for some in ratios),
-        conversion_correction=_median(
-            _ratios([(_modelled_s(step, c), known) for c, known in conversions.items()], launch_s),
-            1.0,
-        ),
+        conversion_correction=_median(_ratios(pairs, launch_s), 1.0),
     )
-
-
-def _modelled_s(step: SegmentedStep, conversion: Conversion) -> float:
-    """Seconds of a conversion by the cost model."""
-    num_bytes = next(
-        crossing.num_bytes
-        for crossing in itertools.chain(*step.crossings.values())
-        if (crossing.shape, crossing.dtype) == (conversion.shape, conversion.dtype)
-    )
-    return resharding_seconds(conversion.source, conversion.target, num_bytes, step.mesh)
 
 
 def _ratios(pairs: Sequence[tuple[float, float]], launch_s: float) -> list[float]:

@@ -119,12 +119,12 @@ class SegmentKind:
 
     def combinations(self) -> Iterator[Options]:
         """All combinations of options of the blocks; without blocks, one empty combination."""
-        return itertools.product(*[range(len(block)) for block in self.blocks])
+        return itertools.product(*map(range, map(len, self.blocks)))
 
     @cached_property
     def num_combinations(self) -> int:
         """Number of combinations that are tried, at most 243; see `promising`."""
-        return min(math.prod(len(block) for block in self.blocks), _MOST)
+        return min(math.prod(map(len, self.blocks)), _MOST)
 
     def promising(self) -> list[Combination]:
         """All combinations with their prices or, if there are more than 243, the best 243 by the
@@ -134,7 +134,7 @@ class SegmentKind:
         and always extends the partial combination with the least lower bound. It stops where a
         bound exceeds 1.5 times the seconds of the first combination found.
         """
-        if math.prod(len(block) for block in self.blocks) <= _MOST:
+        if math.prod(map(len, self.blocks)) <= _MOST:
             return [c for options in self.combinations() if (c := self.combination(options))]
         found: list[Combination] = []
         waiting: list[tuple[float, Options]] = [(0.0, ())]
@@ -159,34 +159,30 @@ class SegmentKind:
         """A lower bound in seconds on all combinations that begin with these options; None if there
         are none.
         """
-        space = restrict_blocks(self.space, self.blocks, {k: (o,) for k, o in enumerate(options)})
-        if not all(mask.any() for mask in space.allowed):
+        space = _restricted(self, dict(enumerate(options)))
+        if space is None:
             return None
         return self.intra.begin(self.problem, space, memory_limit_bytes=math.inf).bound()
 
     def combination(self, options: Options) -> Combination | None:
         """The combination of these options with its prices; None if no choices follow them."""
-        space = restrict_blocks(self.space, self.blocks, {k: (o,) for k, o in enumerate(options)})
-        if not all(mask.any() for mask in space.allowed):
+        space = _restricted(self, dict(enumerate(options)))
+        if space is None:
             return None
         solution = self.intra.solve(self.problem, space, memory_limit_bytes=math.inf)
-        return None if solution is None else self._combination(options, solution)
-
-    def _combination(self, options: Options, solution: IntraSolution) -> Combination:
+        if solution is None:
+            return None
         priced = self.space.priced
         costs = phase_costs(priced, solution.picks, self.problem.graph)
         choices = picked_choices(priced, solution.picks)
         nodes = self.problem.nodes
-        enters = {
-            position: project(choices[port.node], port.projection)
-            for position, port in enumerate(nodes.input_ports)
-            if port.node >= 0
-        }
-        leaves = {
-            position: without_partial(project(choices[port.node], port.projection))
-            for position, port in enumerate(nodes.output_ports)
-            if port.node >= 0
-        }
+        enters, leaves = {}, {}
+        for position, port in enumerate(nodes.input_ports):
+            if port.node >= 0:
+                enters[position] = project(choices[port.node], port.projection)
+        for position, port in enumerate(nodes.output_ports):
+            if port.node >= 0:
+                leaves[position] = without_partial(project(choices[port.node], port.projection))
         return Combination(
             options=options,
             choices=choices,
@@ -245,9 +241,9 @@ class SegmentedStep:
         fixed = {}
         for kind, chosen in enumerate(options):
             for b, o in zip(self.blocks_of(kind), chosen, strict=True):
-                fixed[b] = (o,)
-        space = restrict_blocks(self.space, self.blocks, fixed)
-        if not all(mask.any() for mask in space.allowed):
+                fixed[b] = o
+        space = _restricted(self, fixed)
+        if space is None:
             return None
         solver = intra or ILP()
         return solver.solve(self.problem, space, memory_limit_bytes=self.problem.memory_limit_bytes)
@@ -277,9 +273,8 @@ def segment_step(
     )
     space = _space(problem, mesh)
     blocks = block_options(problem, space, factors=factors)
-    segments = find_segments(
-        problem.graph, problem.nodes, [b.block for b in blocks], [len(b) for b in blocks]
-    )
+    plain = [b.block for b in blocks]
+    segments = find_segments(problem.graph, problem.nodes, plain, list(map(len, blocks)))
     layers = segment_layers(problem.graph, segments)
     extracts = stage_step(_layered(problem.graph, layers), range(len(layers))).extracts
     # The part before the first block, if there is one, is the first kind.
@@ -287,7 +282,7 @@ def segment_step(
     places = [*range(before), *[before + segments.example(k) for k in range(len(segments.kinds))]]
     of_step = [()] * before + [tuple(dict.fromkeys(kind)) for kind in segments.kinds]
     sequence = (*range(before), *[before + kind for kind in segments.sequence])
-    block_of_op = blocks_of_operators(problem.nodes, [b.block for b in blocks])
+    block_of_op = blocks_of_operators(problem.nodes, plain)
     kinds = []
     for number, (place, wanted) in enumerate(zip(places, of_step, strict=True)):
         extracted = make_problem(
@@ -422,6 +417,12 @@ def _places(graph: Graph, values: Sequence[int], of_example: Sequence[int]) -> d
     for place, v in enumerate(of_example):
         waiting[look(v)].append(place)
     return {v: waiting[look(v)].pop(0) for v in values if waiting[look(v)]}
+
+
+def _restricted(of: SegmentKind | SegmentedStep, fixed: Mapping[int, int]) -> Space | None:
+    """The choices that follow these options of blocks; None if there are none."""
+    space = restrict_blocks(of.space, of.blocks, {block: (o,) for block, o in fixed.items()})
+    return space if all(mask.any() for mask in space.allowed) else None
 
 
 def _space(problem: Problem, mesh: LogicalMesh) -> Space:

@@ -199,12 +199,19 @@ def _arguments_in_turn(part: CompiledPart, evicts: bool) -> Iterator[list[Any]]:
     """The arguments of one run after another: always the same arrays, or with `evicts` so many sets
     in turn that none stays in a cache.
     """
-    leaves = [_filled(shape) for shape in part.arguments]
+    leaves: list[Any] = []
+    for shape in part.arguments:
+        if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+            key = jax.random.key(0, impl=key_generator(shape.dtype))
+            keys = jnp.broadcast_to(key, shape.shape)
+            leaves.append(jax.device_put(keys, shape.sharding))
+        else:
+            leaves.append(_fill_program(shape.shape, shape.dtype, shape.sharding)())
     num_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in part.arguments)
     wanted = math.ceil(_LARGER_THAN_CACHES_BYTES / max(num_bytes, 1)) if evicts else 1
     copies = []
     for _ in range(min(wanted, _MOST_SETS) - 1):
-        copies.append([jnp.copy(leaf) for leaf in leaves])
+        copies.append(list(map(jnp.copy, leaves)))
     return itertools.cycle([leaves, *copies])
 
 
@@ -218,20 +225,12 @@ def _run(part: CompiledPart, leaves: list[Any]) -> float:
     return seconds
 
 
-def _filled(shape: jax.ShapeDtypeStruct) -> Any:
-    """An array of small numbers: with zeros a program may be faster, and with denormal numbers
-    slower, than in training.
-    """
-    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-        key = jax.random.key(0, impl=key_generator(shape.dtype))
-        return jax.device_put(jnp.broadcast_to(key, shape.shape), shape.sharding)
-    return _fill_program(shape.shape, shape.dtype, shape.sharding)()
-
-
 # Every measurement fills new arguments, many of them of the same shape, so programs are cached.
 @functools.lru_cache(maxsize=1024)
 def _fill_program(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], Any]:
-    """The compiled program that fills an array."""
+    """The compiled program that fills an array with small numbers: with zeros a program may be
+    faster, and with denormal numbers slower, than in training.
+    """
 
     def fill() -> Any:
         if jnp.issubdtype(dtype, jnp.floating):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import TypeVar
 
 import jax
@@ -22,18 +21,14 @@ Value = TypeVar("Value")
 _DAY_S = 24 * 3600.0
 # How long a process in which a program has failed waits for the others, which may wait for it.
 _PATIENCE_S = 60.0
-
-
-@cache
-def _meeting() -> Rendezvous:
-    return Rendezvous("measuring")
+_meeting = Rendezvous("measuring")
 
 
 def from_all(value: Value, kind: type[Value], timeout_s: float = _DAY_S) -> list[Value]:
     """What each process passes, in order. All must call it at the same points."""
     if jax.process_count() == 1:
         return [value]
-    return _meeting().exchange(value, kind, timeout_s)
+    return _meeting.exchange(value, kind, timeout_s)
 
 
 def from_first(value: Value, kind: type[Value]) -> Value:

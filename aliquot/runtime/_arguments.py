@@ -94,10 +94,8 @@ class Arguments:
         """One sentence for each place of a call where the step takes another argument."""
         calling = self._graph.calling
         taken, found = arrays_of(calling.call.parts, calling.call.leaves), arrays_of(paths, leaves)
-        names = [name for name in calling.names if name in taken]
-        return misplaced_arguments(
-            {name: taken[name] for name in names}, [found.get(name, []) for name in names]
-        )
+        in_order = {name: taken[name] for name in calling.names if name in taken}
+        return misplaced_arguments(in_order, [found.get(name, []) for name in in_order])
 
     def check_alive(self, leaves: Sequence[Any], positions: Sequence[int] | None = None) -> None:
         """Refuse arrays that hold no numbers: tracers, descriptions, and those that an earlier call

@@ -146,11 +146,24 @@ def compare(
         rounding: number format whose tolerance is allowed.
     """
     leaves = []
-    for path, a, b in zip(paths, results, wanted, strict=True):
-        leaf = _difference(path, gather(a), gather(b))
-        is_rounded = jnp.issubdtype(b.dtype, jnp.inexact)
-        allowed = _tolerance(rounding) * leaf.magnitude if is_rounded else 0.0
-        leaves.append(replace(leaf, allowed=allowed))
+    for path, result, plain in zip(paths, results, wanted, strict=True):
+        # Compared in double precision at least, so that the difference itself is not rounded.
+        a, b = np.asarray(gather(result)), np.asarray(gather(plain))
+        a = a.astype(np.result_type(a.dtype, np.float64), copy=False)
+        b = b.astype(np.result_type(b.dtype, np.float64), copy=False)
+        largest = magnitude = 0.0
+        if a.size:
+            # Infinities of the same sign are equal, although their difference is NaN.
+            same = (a == b) | (np.isnan(a) & np.isnan(b))
+            with np.errstate(invalid="ignore"):
+                gaps = np.where(same, 0.0, np.abs(a - b))
+            largest = float(np.where(np.isnan(gaps), np.inf, gaps).max())
+            magnitude = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
+        is_rounded = jnp.issubdtype(plain.dtype, jnp.inexact)
+        allowed = _tolerance(rounding) * magnitude if is_rounded else 0.0
+        leaves.append(
+            LeafDifference(path=path, largest=largest, magnitude=magnitude, allowed=allowed)
+        )
     return StepCheck(leaves=tuple(leaves), rounding=rounding)
 
 
@@ -178,7 +191,13 @@ def check_step(graph: Graph, results: Sequence[Any], arguments: Sequence[Any]) -
     checked = found
     for seed in range(_TRIALS):
         random = np.random.default_rng(seed)
-        rounded = [_rounded_otherwise(leaf, found.rounding, random) for leaf in arguments]
+        # Floats are moved by up to two roundings, at random.
+        rounded = list(arguments)
+        for k, leaf in enumerate(arguments):
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                array = np.asarray(gather(leaf))
+                moved = 1 + 2 * _epsilon(found.rounding) * random.uniform(-1, 1, array.shape)
+                rounded[k] = (array.astype(np.float64) * moved).astype(array.dtype)
         checked = _allowing(checked, found, plain_results(graph, rounded), wanted)
     if not checked.is_equal and found.rounding in ("bfloat16", "float16"):
         # Not every step exists in float32: cuDNN's attention does not, nor do casts of single bits.
@@ -210,15 +229,6 @@ def _tolerance(rounding: str) -> float:
 def _epsilon(rounding: str) -> float:
     kind: Any = jnp.finfo  # Without types in JAX.
     return float(kind("float16" if rounding == TF32 else rounding).eps)
-
-
-def _rounded_otherwise(leaf: Any, rounding: str, random: np.random.Generator) -> Any:
-    """An argument whose floats are moved by up to two roundings, at random."""
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf
-    array = np.asarray(gather(leaf))
-    moved = 1 + 2 * _epsilon(rounding) * random.uniform(-1, 1, array.shape)
-    return (array.astype(np.float64) * moved).astype(array.dtype)
 
 
 def check_numbers(graph: Graph, results: Sequence[Any]) -> None:
@@ -254,21 +264,3 @@ def _local_blocks(array: Any) -> list[Any]:
     if isinstance(array, jax.Array):
         return [np.asarray(shard.data) for shard in array.addressable_shards]
     return [array]
-
-
-def _difference(path: str, result: Any, wanted: Any) -> LeafDifference:
-    # Compared in double precision at least, so that the difference itself is not rounded.
-    a, b = (
-        np.asarray(x).astype(np.result_type(np.asarray(x).dtype, np.float64), copy=False)
-        for x in (result, wanted)
-    )
-    if not a.size:
-        return LeafDifference(path=path, largest=0.0, magnitude=0.0)
-    # Infinities of the same sign are equal, although their difference is NaN.
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    with np.errstate(invalid="ignore"):
-        gaps = np.where(same, 0.0, np.abs(a - b))
-    magnitude = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
-    return LeafDifference(
-        path=path, largest=float(np.where(np.isnan(gaps), np.inf, gaps).max()), magnitude=magnitude
-    )

@@ -284,11 +284,12 @@ class Checkpoints:
                 raise InputError(
                     f"{error} {known(self._folder, found)}: restore another one by its number."
                 ) from error
-        skipped = [
-            f"{name} in {str(self._folder)!r} was not written to its end, and is skipped."
-            for name in unfinished(self._folder)
-            if not found or int(name.split(".")[0]) > found[-1]
-        ]
+        skipped = []
+        for name in unfinished(self._folder):
+            if not found or int(name.split(".")[0]) > found[-1]:
+                skipped.append(
+                    f"{name} in {str(self._folder)!r} was not written to its end, and is skipped."
+                )
         for candidate in reversed(found):
             try:
                 return self._restored(candidate, skipped, into, partly)
@@ -360,13 +361,10 @@ class Checkpoints:
         """
         if isinstance(into, Step):
             flat: StateCall | PlainState = into.flat_state()
-            places = places_of(into.shardings)
-            targets = [
-                Target(
-                    described=struct(leaf.shape, canonical(leaf.dtype), None), places=places[path]
-                )
-                for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-            ]
+            places, targets = places_of(into.shardings), []
+            for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+                described = struct(leaf.shape, canonical(leaf.dtype), None)
+                targets.append(Target(described=described, places=places[path]))
         else:
             flat = plain_state(into)
             targets = list(map(target_of, flat.leaves))

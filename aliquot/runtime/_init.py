@@ -61,12 +61,13 @@ def init_state(
         positional, keywords = tree_unflatten(tree, filled)
         # The result's structure is known only once the function was traced.
         results, kept["tree"] = tree_flatten(init_fn(*positional, **keywords))
-        kept["statics"] = {
-            k: leaf
-            for k, leaf in enumerate(results)
-            if not _is_array(leaf) and type(leaf) not in (int, float)
-        }
-        return [leaf for k, leaf in enumerate(results) if k not in kept["statics"]]
+        kept["statics"], made = {}, []
+        for k, leaf in enumerate(results):
+            if _is_array(leaf) or type(leaf) in (int, float):
+                made.append(leaf)
+            else:
+                kept["statics"][k] = leaf
+        return made
 
     arrays = [leaves[position] for position in dynamic]
     if jax.sharding.get_abstract_mesh().empty:
@@ -80,13 +81,12 @@ def init_state(
 
     with plain_context():
         if compared_with is not None:
-            named = [(f"argument {keystr(path[1:])} of step.init", leaf) for path, leaf in given]
-            agree_on_init(
-                compared_with,
-                jax.make_jaxpr(make)(*arrays),
-                {name: leaf for name, leaf in named if _is_array(leaf)},
-                {name: leaf for name, leaf in named if not _is_array(leaf)},
-            )
+            arguments: dict[str, Any] = {}
+            statics: dict[str, Any] = {}
+            for path, leaf in given:
+                kind = arguments if _is_array(leaf) else statics
+                kind[f"argument {keystr(path[1:])} of step.init"] = leaf
+            agree_on_init(compared_with, jax.make_jaxpr(make)(*arrays), arguments, statics)
         shapes = jax.eval_shape(make, *arrays)
         wanted = _places(fn, inputs, places, kept, shapes)
         return _create(make, arrays, shapes, kept, wanted)
@@ -119,15 +119,15 @@ def _create(
             # All results are traced for every mesh; the compiler removes what those on this mesh do
             # not need.
             results, pieces = run(*dynamic), _pieces(stacks, dynamic)
-            return [
-                results[k] if rows.stop is None else pieces[k, rows.start] for k, rows in on_mesh
-            ]
+            made = []
+            for k, rows in on_mesh:
+                made.append(results[k] if rows.stop is None else pieces[k, rows.start])
+            return made
 
         whole = NamedSharding(mesh, PartitionSpec())
-        replicated = [
-            jax.device_put(array, whole) if whole.is_fully_addressable else array
-            for array in arrays
-        ]
+        replicated = list(arrays)
+        if whole.is_fully_addressable:
+            replicated = [jax.device_put(array, whole) for array in arrays]
         created = jax.jit(part, out_shardings=[rows.sharding for _, rows in on_mesh])(*replicated)
         arrays_made |= zip(on_mesh, created, strict=True)
     results = []
@@ -172,7 +172,8 @@ def _pieces(stacks: _Stacks, arrays: Sequence[Any]) -> dict[tuple[int, int], Any
     for positions, split in stacks:
         results = evaluate(split.graph, split.cut([_NOTHING, *arrays]))
         for k, pieces in zip(positions, split.split.outputs, strict=True):
-            rows_made.update({(k, piece.start): results[piece.position] for piece in pieces})
+            for piece in pieces:
+                rows_made[k, piece.start] = results[piece.position]
     return rows_made
 
 

@@ -83,10 +83,8 @@ class PipelineRunner(AbstractRunner):
 
     @property
     def shardings(self) -> dict[str, NamedSharding]:
-        return {
-            item.path: sharding
-            for item, sharding in zip(self._pieces_graph.inputs, self._homes(), strict=True)
-        }
+        paths = [item.path for item in self._pieces_graph.inputs]
+        return dict(zip(paths, self._homes(), strict=True))
 
     @property
     def interface(self) -> tuple[ArrayInterface, ...]:
@@ -101,10 +99,11 @@ class PipelineRunner(AbstractRunner):
         return homes
 
     def _homes(self) -> list[NamedSharding]:
-        return [
-            next(iter(places.values()))[1] if places else self._anywhere()
-            for places in self._places
-        ]
+        homes = []
+        for places in self._places:
+            _, sharding = next(iter(places.values()), (-1, self._anywhere()))
+            homes.append(sharding)
+        return homes
 
     def _anywhere(self) -> NamedSharding:
         return NamedSharding(self.meshes[0], PartitionSpec())
@@ -151,12 +150,12 @@ class PipelineRunner(AbstractRunner):
         stages.
         """
         known: Known = {}
-        forms = [form_of(self.pipeline, k, known) for k in range(len(self.pipeline.functions))]
-        return {
-            form.function.program.name: form.jitted.lower(*form.arguments)
-            for form in forms
-            if self.pipeline.local[form.function.program.stage]
-        }
+        lowered = {}
+        for k, function in enumerate(self.pipeline.functions):
+            form = form_of(self.pipeline, k, known)
+            if self.pipeline.local[function.program.stage]:
+                lowered[function.program.name] = form.jitted.lower(*form.arguments)
+        return lowered
 
     def as_text(self) -> str:
         """Each program under its name."""

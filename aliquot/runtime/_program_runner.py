@@ -20,7 +20,7 @@ from ._in_place import InPlace
 from ._runner import AbstractRunner, interface_of
 from ._same_calls import SameCalls, remember
 from .compiled import Stats, compiled_stats
-from .spmd import Program, build_plan_program, make_mesh, require_kernels
+from .spmd import Program, axis_names, build_plan_program, make_mesh, require_kernels
 from .transport import PiecedArray, agree_on_step, place, spans_processes, watched
 
 
@@ -44,12 +44,11 @@ class ProgramRunner(AbstractRunner):
         self._types = types_of(graph)
         self._donated = frozenset(program.donated)
         # A donated array has the type and sharding of the result that replaces it.
-        self.in_place: InPlace = InPlace(
-            [
-                -1 if item.output is None or position not in self._donated else item.output
-                for position, item in enumerate(graph.inputs)
-            ]
-        )
+        outputs = [-1] * len(graph.inputs)
+        for position in program.donated:
+            output = graph.inputs[position].output
+            outputs[position] = -1 if output is None else output
+        self.in_place: InPlace = InPlace(outputs)
         self._kept = tuple(sorted({*range(len(graph.inputs))} - self._donated))
 
     @classmethod
@@ -78,9 +77,8 @@ class ProgramRunner(AbstractRunner):
 
     @property
     def shardings(self) -> dict[str, NamedSharding]:
-        return {
-            i.path: s for i, s in zip(self.graph.inputs, self.program.in_shardings, strict=True)
-        }
+        paths = [item.path for item in self.graph.inputs]
+        return dict(zip(paths, self.program.in_shardings, strict=True))
 
     @property
     def interface(self) -> tuple[ArrayInterface, ...]:
@@ -154,11 +152,10 @@ class ProgramRunner(AbstractRunner):
         # Text and analysis of a large program take seconds, so they are made once.
         if self._stats is None:
             self.compile()
-            names = [str(name) for name in self._mesh.axis_names]
             self._stats = compiled_stats(
                 self._compiled,
-                names,
-                [self._mesh.shape[name] for name in names],
+                axis_names(self._mesh),
+                list(self._mesh.shape.values()),
                 lower_s=self._lower_s,
                 compile_s=self._compile_s,
             )

@@ -93,17 +93,16 @@ def plain_state(state: Any) -> PlainState:
     """A tree of arrays and numbers. Raises `InputError` for other leaves."""
     pairs, structure = tree_flatten_with_path(state)
     names = tuple("".join(path_parts(keys)).removeprefix(".") or "state" for keys, _ in pairs)
-    others = [
-        f"{name} is a {type(leaf).__name__}"
-        for name, (_, leaf) in zip(names, pairs, strict=True)
-        if not isinstance(leaf, int | float) and not hasattr(leaf, "dtype")
-    ]
+    others, leaves = [], []
+    for name, (_, leaf) in zip(names, pairs, strict=True):
+        if not isinstance(leaf, int | float) and not hasattr(leaf, "dtype"):
+            others.append(f"{name} is a {type(leaf).__name__}")
+        leaves.append(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
     if others:
         raise InputError(
             listing("a checkpoint holds arrays and numbers", others, "Save the rest as its `meta`.")
         )
-    leaves = tuple(leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for _, leaf in pairs)
-    return PlainState(names=names, leaves=leaves, structure=structure)
+    return PlainState(names=names, leaves=tuple(leaves), structure=structure)
 
 
 def state_call(
@@ -140,10 +139,8 @@ def misplaced_state(
     for item in inputs:
         name = argument_of(item.path)
         taken.setdefault(name, []).append((item.path.removeprefix(name), item.shape))
-    return misplaced_arguments(
-        {name: sorted(taken[name]) for name in names},
-        [found.get(str(k), []) for k in range(len(parts))],
-    )
+    there = [found.get(str(k), []) for k in range(len(parts))]
+    return misplaced_arguments({name: sorted(taken[name]) for name in names}, there)
 
 
 def arrays_of(paths: Sequence[tuple[str, ...]], leaves: Sequence[Any]) -> dict[str, Arrays]:

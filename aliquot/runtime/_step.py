@@ -106,10 +106,11 @@ class Step:
             return self._runner.meshes
         devices = list(jax.devices() if self._devices is None else self._devices)
         require_busy_processes(self.plan, devices)
-        return tuple(
-            make_mesh(stage.mesh_shape, stage.axis_names, devices[stage.first_device :])
-            for stage in self.plan.stages
-        )
+        meshes = []
+        for stage in self.plan.stages:
+            own = devices[stage.first_device :]
+            meshes.append(make_mesh(stage.mesh_shape, stage.axis_names, own))
+        return tuple(meshes)
 
     @property
     def mesh(self) -> Mesh:
@@ -247,10 +248,12 @@ class Step:
         """The arrays of the step's state as a checkpoint lists them."""
         names = state_arguments(self._fn, self._interface())
         held = [item for item in self._interface() if argument_of(item.path) in names]
-        return [
-            SavedArray(path=name_of(item.path, names), shape=item.shape, dtype=item.dtype)
-            for item in sorted(held, key=lambda item: names.index(argument_of(item.path)))
-        ]
+        held.sort(key=lambda item: names.index(argument_of(item.path)))
+        arrays = []
+        for item in held:
+            path = name_of(item.path, names)
+            arrays.append(SavedArray(path=path, shape=item.shape, dtype=item.dtype))
+        return arrays
 
     def remember(self, state: Any) -> None:
         """Note a state that this process has made as the others have, so that they need not compare
@@ -378,14 +381,13 @@ class Step:
         Raises:
             InputError: neither a call nor `prepare` came before.
         """
-        blocks = [
-            own_block(homes, shape)[0]
-            for homes, shape in self._needed("local_rows()", argument)
-            if shape
-        ]
-        rows = [block for block in blocks if block.start < block.stop]
-        first = min((block.start for block in rows), default=0)
-        return slice(first, max((block.stop for block in rows), default=0))
+        starts, stops = [], []
+        for homes, shape in self._needed("local_rows()", argument):
+            block = own_block(homes, shape)[0] if shape else slice(0, 0)
+            if block.start < block.stop:
+                starts.append(block.start)
+                stops.append(block.stop)
+        return slice(min(starts, default=0), max(stops, default=0))
 
     def _needed(
         self, asked: str, argument: str | None

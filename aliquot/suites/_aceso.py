@@ -124,9 +124,8 @@ def draw_aceso(
         )
     answer: dict[str, Any] = {"cases": cases, "missing": missing}
     for family in () if small else PAPER_SIZES:
-        of_family = {
-            size: row for size in PAPER_SIZES[family] if (row := cases.get(f"{family} {size}"))
-        }
+        found = {size: cases.get(f"{family} {size}") for size in PAPER_SIZES[family]}
+        of_family = {size: row for size, row in found.items() if row}
         if of_family:
             _draw_family(results, published, family, of_family)
     if small:

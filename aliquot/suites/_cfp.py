@@ -248,39 +248,47 @@ def cfp_step(
     return segment_step(problem, (case.num_devices,)), flops - 12.0 * case.global_batch * attention
 
 
+# The bars of each case, by the columns of their table.
+_BARS = {
+    "predicted": "Predicted (s)",
+    "data parallel": "Data Parallel (s)",
+    "Alpa's way": "Alpa's Way (s)",
+    "published": "Published (s)",
+    "Alpa, published": "Published Alpa (s)",
+}
+
+
 def _deliver(device: str, rows: Sequence[Mapping[str, Any]], results: Results) -> None:
-    cases = [CfpCase(**row["case"]) for row in rows]
-    table = [
-        {
-            "Case": case.name,
-            "Strategy": _options(row["options"]),
-            "Predicted (s)": row["step_time_s"],
-            "Published (s)": case.published_s,
-            "Predicted Mem (GB)": row["memory_bytes"] and row["memory_bytes"] / 1e9,
-            "Operations": row["flops"],
-            "Published Operations": case.published_flops,
-            "Predicted TFLOPs": row["flops_per_s"] and row["flops_per_s"] / 1e12,
-            "Data Parallel (s)": row["data_parallel_s"],
-            "Alpa's Way (s)": row["alpa_s"],
-            "Published Alpa (s)": case.published_alpa_s,
-            "Small: Measured (s)": row.get("small_measured_s"),
-            "Small: Data Parallel (s)": row.get("small_data_parallel_s"),
-            "Reason": row.get("reason"),
-        }
-        for case, row in zip(cases, rows, strict=True)
-    ]
+    cases, table = [], []
+    for row in rows:
+        case, strategy = CfpCase(**row["case"]), "does not fit"
+        if row["options"] is not None:
+            strategy = " | ".join(" ".join(map(str, each)) for each in row["options"])
+        cases.append(case)
+        table.append(
+            {
+                "Case": case.name,
+                "Strategy": strategy,
+                "Predicted (s)": row["step_time_s"],
+                "Published (s)": case.published_s,
+                "Predicted Mem (GB)": row["memory_bytes"] and row["memory_bytes"] / 1e9,
+                "Operations": row["flops"],
+                "Published Operations": case.published_flops,
+                "Predicted TFLOPs": row["flops_per_s"] and row["flops_per_s"] / 1e12,
+                "Data Parallel (s)": row["data_parallel_s"],
+                "Alpa's Way (s)": row["alpa_s"],
+                "Published Alpa (s)": case.published_alpa_s,
+                "Small: Measured (s)": row.get("small_measured_s"),
+                "Small: Data Parallel (s)": row.get("small_data_parallel_s"),
+                "Reason": row.get("reason"),
+            }
+        )
     results.bars(
         "rows",
         f"CFP's cases on {device}",
         "seconds of a step",
         [f"{case.title} {case.global_batch}" for case in cases],
-        {
-            "predicted": [row["step_time_s"] for row in rows],
-            "data parallel": [row["data_parallel_s"] for row in rows],
-            "Alpa's way": [row["alpa_s"] for row in rows],
-            "published": [case.published_s for case in cases],
-            "Alpa, published": [case.published_alpa_s for case in cases],
-        },
+        {name: [row[head] for row in table] for name, head in _BARS.items()},
     )
     results.table(
         "rows",
@@ -294,9 +302,3 @@ def _deliver(device: str, rows: Sequence[Mapping[str, Any]], results: Results) -
         tabs=True,
     )
     results.write_page()
-
-
-def _options(options: Sequence[Sequence[int]] | None) -> str:
-    if options is None:
-        return "does not fit"
-    return " | ".join(" ".join(map(str, each)) for each in options)

@@ -18,21 +18,15 @@ def operations(case: Case) -> float:
     '2.33e+16'
     """
     config = case.config
-    if isinstance(config, ModelConfig):
-        tokens, hidden = case.global_batch * config.seq_len, config.hidden_size
-        passes = 1 if case.forward_only else 4 if case.recompute else 3
-        layers = 24 * passes * hidden**2 * config.num_layers * (1 + config.seq_len / (6 * hidden))
-        return tokens * (layers + 6 * hidden * config.vocab_size)
-    if isinstance(config, MoEConfig):
-        return _moe(case, config)
-    flops = config.flops_per_example * case.global_batch
-    return flops / 3 if case.forward_only else flops
-
-
-def _moe(case: Case, config: MoEConfig) -> float:
-    """Every second layer has experts, of which each token visits two."""
+    if not isinstance(config, ModelConfig | MoEConfig):
+        flops = config.flops_per_example * case.global_batch
+        return flops / 3 if case.forward_only else flops
     tokens, hidden = case.global_batch * config.seq_len, config.hidden_size
     passes = 1 if case.forward_only else 4 if case.recompute else 3
+    if isinstance(config, ModelConfig):
+        layers = 24 * passes * hidden**2 * config.num_layers * (1 + config.seq_len / (6 * hidden))
+        return tokens * (layers + 6 * hidden * config.vocab_size)
+    # Every second layer has experts, of which each token visits two.
     wide = config.ffn_size // hidden
     attention = 8 * hidden**2 + 4 * config.seq_len * hidden
     plain = attention + 4 * wide * hidden**2

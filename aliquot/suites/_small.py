@@ -70,14 +70,12 @@ def _fewer_stages(stages: Sequence[GivenStage], most: int) -> tuple[GivenStage, 
     while sum(math.prod(stage.mesh) for stage in found) > most:
         if any(math.prod(stage.mesh) > 1 for stage in found):
             largest = max(math.prod(stage.mesh) for stage in found)
-            found = [
-                replace(s, mesh=_half(s.mesh)) if math.prod(s.mesh) == largest else s for s in found
-            ]
+            for k, stage in enumerate(found):
+                if math.prod(stage.mesh) == largest:
+                    found[k] = replace(stage, mesh=_half(stage.mesh))
         else:
-            found = [
-                replace(a, layers=a.layers + b.layers)
-                for a, b in zip(found[::2], found[1::2], strict=True)
-            ]
+            pairs = zip(found[::2], found[1::2], strict=True)
+            found = [replace(a, layers=a.layers + b.layers) for a, b in pairs]
     share = math.gcd(*(stage.layers for stage in found)) if found else 1
     return tuple(replace(stage, layers=stage.layers // share) for stage in found)
 

@@ -218,22 +218,21 @@ def parse_suites(text: str, *, asked: str) -> Mapping[str, Suite]:
         raise InputError(f"{asked} is no TOML: {error}.") from None
     faults = list(faults_of(data, _File, ""))
     if not faults:
-        found = {
-            name: _read(name, suite, faults)
-            for name, suite in msgspec.convert(data, _File).suite.items()
-        }
+        found = {}
+        for name, suite in msgspec.convert(data, _File).suite.items():
+            found[name] = _read(name, suite, faults)
         if not faults:
-            return {suite.name: suite for suite in found.values()}
+            return found
     raise InputError(listing(f"{asked} cannot be used", faults, "See docs/benchmarks.md."))
 
 
 def _read(name: str, suite: _Suite, faults: list[str]) -> Suite:
     cases: list[Case] = []
     for row, fields in enumerate(suite.cases, 1):
-        said = {
-            key: own if (own := getattr(fields, key)) is not None else getattr(suite, key)
-            for key in _Fields.__struct_fields__
-        }
+        said = {}
+        for key in _Fields.__struct_fields__:
+            own = getattr(fields, key)
+            said[key] = getattr(suite, key) if own is None else own
         where = f"`suite.{name}.cases`, row {row}"
         lists = [key for key, value in said.items() if isinstance(value, tuple) and key != "stages"]
         for chosen in itertools.product(*(said[key] for key in lists)):
@@ -267,11 +266,10 @@ def _case(suite: str, number: int, said: Mapping[str, Any]) -> tuple[Case | None
     sizes = [math.prod(stage.mesh) for stage in stages]
     counted = sum(sizes) or math.prod(layout or mesh or (0,))
     written = [*(stage.mesh for stage in said["stages"] or ()), *filter(None, [said["mesh"]])]
-    faults = [
-        f"`mesh` {shortened(text, 60)!r} is no mesh of two axes, such as 4x2"
-        for text in dict.fromkeys(written)
-        if not _MESH.fullmatch(text)
-    ]
+    faults = []
+    for text in dict.fromkeys(written):
+        if not _MESH.fullmatch(text):
+            faults.append(f"`mesh` {shortened(text, 60)!r} is no mesh of two axes, such as 4x2")
     if said["not_expressible"] is None and len(given) > 1:
         faults.append(f"{' and '.join(given)} exclude each other")
     if not (counted or said["devices"]):

@@ -123,7 +123,10 @@ def make_suite_rows(
 
             progress(f"{case.suite} {case.number} ({plan_of})", 0, 0)
             row = Row(**results.row(request.key(case, plan_of), make))
-            note(_line(row))
+            seconds = row.mean_s or row.predicted_s
+            shown = f", {format_seconds(seconds)}" if seconds else ""
+            why = f": {shortened(row.reason, 300)}" if row.reason else ""
+            note(f"{row.case}, {row.plan_of}: {row.outcome}{shown}{why}")
             rows.append(row)
     if not rows:
         raise InputError(
@@ -134,8 +137,8 @@ def make_suite_rows(
     points, series = throughput_series(rows)
     if series and len(points) > 1:
         results.lines("rows", title, "devices", "1e12 operations per second", points, series)
-    shown = [HEADINGS[name] for name in shown_columns(rows) if name not in _LEFT_OUT]
-    results.table("rows", title, as_cells(rows), request.suite.about, shown=shown, tabs=True)
+    heads = [HEADINGS[name] for name in shown_columns(rows) if name not in _LEFT_OUT]
+    results.table("rows", title, as_cells(rows), request.suite.about, shown=heads, tabs=True)
     results.write_page()
     return {
         "suite": request.suite.name,
@@ -168,10 +171,3 @@ def _not_here(request: Request, case: Case) -> str:
     if not request.every_size and case.num_devices != request.where.num_devices:
         return f"it is for {case.num_devices} devices; --every-size takes it, too"
     return ""
-
-
-def _line(row: Row) -> str:
-    seconds = row.mean_s or row.predicted_s
-    shown = f", {format_seconds(seconds)}" if seconds else ""
-    reason = f": {shortened(row.reason, 300)}" if row.reason else ""
-    return f"{row.case}, {row.plan_of}: {row.outcome}{shown}{reason}"

@@ -106,10 +106,8 @@ class Network(AbstractNetwork):
         """Shapes of the parameters; a model of text keeps nothing else."""
         if self.scan:
             count = self._num_turns
-            stacks = [
-                jax.tree.map(lambda x: abstract((count, *x.shape), x.dtype), kind.shapes)
-                for kind in self._kinds
-            ]
+            whole = [kind.shapes for kind in self._kinds]
+            stacks = jax.tree.map(lambda x: abstract((count, *x.shape), x.dtype), whole)
             layers = self._stacked(stacks)
             if self._first:
                 first = [jax.tree.map(lambda x: x, kind.shapes) for kind in self._first]
@@ -129,14 +127,11 @@ class Network(AbstractNetwork):
 
         if self.scan:
             step, count = len(self._kinds), len(self._first)
-            layers = self._stacked(
-                [
-                    jax.vmap(kind.init)(
-                        _folded(layers_key, jnp.arange(count + first, self.num_layers, step))
-                    )
-                    for first, kind in enumerate(self._kinds)
-                ]
-            )
+            stacks = []
+            for first, kind in enumerate(self._kinds):
+                numbers = jnp.arange(count + first, self.num_layers, step)
+                stacks.append(jax.vmap(kind.init)(_folded(layers_key, numbers)))
+            layers = self._stacked(stacks)
             if self._first:
                 layers = {"first": one_by_one(self._first), "rest": layers}
         else:

@@ -34,25 +34,25 @@ def settings_faults(settings: Mapping[str, Any]) -> list[str]:
     >>> settings_faults({"model": "gpt-125m", "global_batch": 0, "scan": 1})
     ['scan=1 is not true or false', 'global_batch=0 must be at least 1.']
     """
-    faults = [
-        f"there is no setting {key!r}: {nearest(str(key), _KINDS)}"
-        for key in settings
-        if key not in _KINDS
-    ]
+    faults = []
+    for key in settings:
+        if key not in _KINDS:
+            faults.append(f"there is no setting {key!r}: {nearest(str(key), _KINDS)}")
     faults += [f"{key} is missing" for key in ("model", "global_batch") if key not in settings]
     given = {key: value for key, value in settings.items() if key in _KINDS}
-    wrong = {key for key, value in given.items() if not _fits(value, *_KINDS[key][:1])}
-    faults += [
-        f"{key}={shortened(repr(given[key]), 60)} is not {_KINDS[key][1]}"
-        for key in given
-        if key in wrong
-    ]
-    defaults = {
-        name: each.default
-        for name, each in inspect.signature(build).parameters.items()
-        if each.default is not inspect.Parameter.empty and name in _KINDS
-    }
-    usable = {**defaults, **{key: value for key, value in given.items() if key not in wrong}}
+    usable = {}
+    for name, each in inspect.signature(build).parameters.items():
+        if each.default is not inspect.Parameter.empty and name in _KINDS:
+            usable[name] = each.default
+    wrong = set()
+    for key, value in given.items():
+        kinds, what = _KINDS[key]
+        # A truth value is a number, too.
+        if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
+            usable[key] = value
+        else:
+            wrong.add(key)
+            faults.append(f"{key}={shortened(repr(value), 60)} is not {what}")
     config = None
     if "model" in usable and not wrong & {"overrides"}:
         try:
@@ -60,7 +60,3 @@ def settings_faults(settings: Mapping[str, Any]) -> list[str]:
         except InputError as error:
             faults.append(str(error))
     return faults + faults_of_step(config, usable)
-
-
-def _fits(value: Any, kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))

@@ -157,11 +157,10 @@ def read_weights(
     kind = architecture(folder / _CONFIG)
     theirs = as_fields(from_config(folder / _CONFIG, seq_len=getattr(config, "seq_len", 1)))
     ours = as_fields(config)
-    faults = [
-        f"{field} is {theirs[field]} there, and {ours.get(field)} here"
-        for field in theirs
-        if field not in _FREE and theirs[field] != ours.get(field)
-    ]
+    faults = []
+    for field in theirs:
+        if field not in _FREE and theirs[field] != ours.get(field):
+            faults.append(f"{field} is {theirs[field]} there, and {ours.get(field)} here")
     if faults:
         raise InputError(
             listing(
@@ -194,19 +193,16 @@ def read_weights(
         for name in arrays
         if name not in used and name != "lm_head.weight" and not _COMPUTED.fullmatch(name)
     ]
-    notes = [
-        f"note: {counted(len(places), 'array')} {what}:"
-        f" {', '.join(places[:3])}{', ...' * (len(places) > 3)}"
-        for places, what in (
-            (new, "not in it, so that they begin as new"),
-            (left_out, f"of it left out, as {config.name} has none such"),
-        )
-        if places
-    ]
-    made = [
-        leaf if reader is None else _placed(leaf, reader)
-        for (_, leaf), reader in zip(leaves, readers, strict=True)
-    ]
+    notes, made = [], []
+    for places, what in (
+        (new, "not in it, so that they begin as new"),
+        (left_out, f"of it left out, as {config.name} has none such"),
+    ):
+        if places:
+            some = f"{', '.join(places[:3])}{', ...' * (len(places) > 3)}"
+            notes.append(f"note: {counted(len(places), 'array')} {what}: {some}")
+    for (_, leaf), reader in zip(leaves, readers, strict=True):
+        made.append(leaf if reader is None else _placed(leaf, reader))
     return jax.tree.unflatten(tree, made), notes
 
 

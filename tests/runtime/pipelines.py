@@ -16,7 +16,8 @@ from aliquot.graph._stages import assign_stages
 from aliquot.plans import SCHEDULES, make_schedule
 from aliquot.runtime import PipelineRunner, Step
 from aliquot.runtime._check import StepCheck, compare
-from aliquot.runtime.pipeline._build_pipeline import StageSetup, build_pipeline
+from aliquot.runtime.pipeline._pipeline import build_pipeline
+from aliquot.runtime.pipeline._stage_functions import StageSetup
 from aliquot.sharding import Pins, cut_pipeline
 
 

@@ -13,7 +13,7 @@ import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.planners import ManualParallel, Zero2Parallel
 from aliquot.runtime import find_collectives
-from aliquot.runtime.spmd._local import scattered_product
+from aliquot.runtime.spmd._local import Devices, scattered_product
 
 WIDTH, HIDDEN = 64, 128
 
@@ -164,7 +164,13 @@ def test_products_on_pieces_sum_to_the_whole_product(case, wide_sums, mesh):
 
     def run(a, b):
         return scattered_product(
-            eqn, (a, b), bind, devices, [], [left, right], lambda shape: wanted, wide_sums=wide_sums
+            eqn,
+            (a, b),
+            bind,
+            Devices(devices),
+            [left, right],
+            lambda shape: wanted,
+            wide_sums=wide_sums,
         )
 
     if kinds is None:

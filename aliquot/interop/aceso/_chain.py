@@ -96,15 +96,6 @@ def make_chain(description: Mapping[str, Any], sizes: Mapping[str, Any]) -> Oper
     def matches(name: str, patterns: Sequence[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-    def share(name: str) -> float:
-        shares = description.get("kept_share", {})
-        return float(
-            next(
-                (value for pattern, value in shares.items() if fnmatch.fnmatchcase(name, pattern)),
-                1.0,
-            )
-        )
-
     operators = []
     for name in names:
         own = layouts.get(name, [[usual, usual]])
@@ -112,7 +103,7 @@ def make_chain(description: Mapping[str, Any], sizes: Mapping[str, Any]) -> Oper
             Operator(
                 name=name,
                 starts_layer=matches(name, description.get("layer_starts", ())),
-                kept_share=share(name),
+                kept_share=float(first_match(name, description.get("kept_share", {}), 1.0)),
                 layouts=tuple((tuple(a), tuple(b)) for a, b in own),
                 chooses_algorithm=len(own) > 1
                 or matches(name, description.get("chooses_algorithm", ())),
@@ -130,6 +121,14 @@ def measured_size(description: Mapping[str, Any], size: str) -> str:
     said.
     """
     return str(description.get("sizes", {}).get(size, {}).get("measured_as", size))
+
+
+def first_match(name: str, by_pattern: Mapping[str, Any], default: Any) -> Any:
+    """The value of the first pattern that a name fits."""
+    for pattern, value in by_pattern.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return value
+    return default
 
 
 def _expanded(group: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...graph import Graph, Phase, Role, traits_of
+from ._chain import first_match
 from ._image_places import place_of_image_operator
 
 # For chain operators by role: how many places further along the chain those operators of the step
@@ -63,7 +64,7 @@ def map_operators(
         names: names of the chain's operators, in order.
         description: description of the chain, as in `chains.toml`.
     """
-    roles = [_role(name, description.get("roles", {})) for name in names]
+    roles = [first_match(name, description.get("roles", {}), name) for name in names]
     patterns = []
     for path, named in description["parameters"].items():
         places = []
@@ -113,12 +114,6 @@ def map_operators(
         at.update(dict.fromkeys(results, place))
     return OperatorMap(
         names=tuple(names), roles=tuple(roles), of_op=tuple(of_op), computes=tuple(computes)
-    )
-
-
-def _role(name: str, roles: Mapping[str, str]) -> str:
-    return next(
-        (role for pattern, role in roles.items() if fnmatch.fnmatchcase(name, pattern)), name
     )
 
 

@@ -319,22 +319,21 @@ def _expand(text: str, variables: dict[str, str]) -> str:
             return variables[name]
         return default.strip("\"'") if default is not None else match[0]
 
+    def computed(match: re.Match[str]) -> str:
+        inside = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
+        try:
+            found = _constant(ast.parse(inside.strip().replace("/", "//"), mode="eval").body, {})
+        except SyntaxError:
+            return match[0]
+        return match[0] if isinstance(found, Unknown) else str(found)
+
     for _ in range(5):
         expanded = re.sub(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)", value, text)
-        expanded = re.sub(r"\$\(\((.+?)\)\)", lambda match: _sum(match, variables), expanded)
+        expanded = re.sub(r"\$\(\((.+?)\)\)", computed, expanded)
         if expanded == text or len(expanded) > 100_000:
             break
         text = expanded
     return text
-
-
-def _sum(match: re.Match[str], variables: dict[str, str]) -> str:
-    inside = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
-    try:
-        found = _constant(ast.parse(inside.strip().replace("/", "//"), mode="eval").body, {})
-    except SyntaxError:
-        return match[0]
-    return match[0] if isinstance(found, Unknown) else str(found)
 
 
 def _arguments(words: Iterable[tuple[str, int]], name: str) -> Iterator[Setting]:

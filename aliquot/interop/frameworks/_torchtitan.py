@@ -67,13 +67,16 @@ def read(words: Words, num_layers: int | None) -> Settings:
     schedule, chunks, layers = _stages(words, pipeline, num_layers)
     seq_len = words.number("seq_len") or 2048
     micro, batch = _batch(words, pipeline, data, seq_len)
+    attention = None
+    if context > 1:
+        attention = "ring" if words.text("attention", "allgather") == "alltoall" else "gather"
     return Settings(
         data=data,
         expert=expert,
         tensor=tensor,
         sequence=sequence,
         context=context,
-        attention=_attention(words, context),
+        attention=attention,
         pipeline=pipeline,
         chunks=chunks,
         zero_stage=zero,
@@ -96,13 +99,6 @@ def _zero(words: Words, pipeline: int) -> int:
             " after the forward pass, as in zero2"
         )
     return 2 if reshard == "never" or (reshard == "default" and pipeline > 1) else 3
-
-
-def _attention(words: Words, context: int) -> str | None:
-    if context == 1:
-        return None
-    method = words.text("attention", "allgather")
-    return {"allgather": "gather", "alltoall": "ring"}.get(method, "gather")
 
 
 def _stages(

@@ -60,11 +60,11 @@ def damage(folder: Path, record: Record) -> str:
 
 def _files(checkpoint: Path) -> dict[str, Path]:
     """The files of a checkpoint by their names in it."""
-    return {
-        path.relative_to(checkpoint).as_posix(): path
-        for path in sorted(checkpoint.rglob("*"))
-        if path.name not in _NOT_OURS and path.is_file()
-    }
+    files = {}
+    for path in sorted(checkpoint.rglob("*")):
+        if path.name not in _NOT_OURS and path.is_file():
+            files[path.relative_to(checkpoint).as_posix()] = path
+    return files
 
 
 def _checksum(path: Path) -> tuple[int, int]:

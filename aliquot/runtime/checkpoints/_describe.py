@@ -29,7 +29,24 @@ def describe_checkpoints(folder: Path, number: int | None = None) -> dict[str, A
     found = numbers(folder)
     if number is not None and number not in found:
         raise InputError(f"there is no checkpoint {number}: {known(folder, found)}.")
-    rows = [_row(folder, n) for n in found]
+    rows: list[dict[str, Any]] = []
+    for n in found:
+        files = [path for path in (folder / str(n)).rglob("*") if path.is_file()]
+        on_disk = sum(path.stat().st_size for path in files)
+        rows.append({"number": n, "bytes_on_disk": on_disk, "files": len(files), "fault": ""})
+        try:
+            record = read_record(folder, n)
+        except InputError as error:
+            rows[-1]["fault"] = str(error)
+            continue
+        rows[-1] |= {
+            "saved_at": record.saved_at,
+            "arrays": len(record.arrays),
+            "elements": sum(math.prod(array.shape) for array in record.arrays),
+            "processes": record.processes,
+            "versions": record.versions,
+            "fault": damage(folder, record),
+        }
     complete = [row["number"] for row in rows if not row["fault"]]
     if number is None and complete:
         number = complete[-1]
@@ -38,27 +55,4 @@ def describe_checkpoints(folder: Path, number: int | None = None) -> dict[str, A
         "checkpoints": rows,
         "unfinished": unfinished(folder),
         "shown": None if number is None else dict(as_json(read_record(folder, number))),
-    }
-
-
-def _row(folder: Path, number: int) -> dict[str, Any]:
-    files = [path for path in (folder / str(number)).rglob("*") if path.is_file()]
-    row: dict[str, Any] = {
-        "number": number,
-        "bytes_on_disk": sum(path.stat().st_size for path in files),
-        "files": len(files),
-        "fault": "",
-    }
-    try:
-        record = read_record(folder, number)
-    except InputError as error:
-        return {**row, "fault": str(error)}
-    return {
-        **row,
-        "saved_at": record.saved_at,
-        "arrays": len(record.arrays),
-        "elements": sum(math.prod(array.shape) for array in record.arrays),
-        "processes": record.processes,
-        "versions": record.versions,
-        "fault": damage(folder, record),
     }

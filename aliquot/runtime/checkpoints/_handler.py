@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -26,8 +25,16 @@ import tensorstore as ts
 from jax.sharding import SingleDeviceSharding
 from numpy.typing import NDArray
 
-from ..transport import Block, PiecedArray, devices_by_block, keys_from, stub, words_of
-from ._leaves import Leaf, Target
+from ..transport import (
+    Block,
+    PiecedArray,
+    devices_by_block,
+    keys_from,
+    slices_in,
+    stub,
+    words_of,
+)
+from ._leaves import Leaf, Target, shifted
 from ._record import reason
 
 _AT_ONCE = 32
@@ -84,7 +91,12 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
                     data.copy_to_host_async()
         copied = []
         for leaf in values:
-            copied.append([(block, _host_copy(data)) for block, data in leaf.blocks])
+            held = []
+            for block, data in leaf.blocks:
+                # On CPUs `np.asarray` shares memory that the next step may overwrite.
+                copy = np.array if _is_in_host_memory(data) else np.asarray
+                held.append((block, copy(data)))
+            copied.append(held)
         writing = self._write(values, infos, copied)
         return [ocp.future.CommitFutureAwaitingContractedSignals(writing, name="aliquot_leaves")]
 
@@ -97,11 +109,11 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
         # With one transaction all chunks come into one file.
         transaction = ts.Transaction(atomic=True)
         try:
-            await _all(
-                _write_one(leaf, info, blocks, transaction)
-                for leaf, info, blocks in zip(values, infos, copied, strict=True)
-                if blocks
-            )
+            writing = []
+            for leaf, info, blocks in zip(values, infos, copied, strict=True):
+                if blocks:
+                    writing.append(_write_one(leaf, info, blocks, transaction))
+            await _all(writing)
             await transaction.commit_async()
             if jax.process_index() == 0:
                 await _name_generators(values, infos)
@@ -163,7 +175,7 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
             if not blocks:
                 pieces.append(stub(piece.shape, piece.sharding, piece.dtype))
                 continue
-            parts = await self._take_all(stored, [_shifted(b, rows.start) for b, _ in blocks])
+            parts = await self._take_all(stored, [shifted(b, rows.start) for b, _ in blocks])
             parts = [_in_width_of(plain, part) for part in parts]
             holders = [devices for _, devices in blocks]
             array = _assembled(plain, zip(holders, parts, strict=True))
@@ -181,7 +193,7 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
         if _chunk_bytes(stored, around) > sum(_chunk_bytes(stored, block) for block in blocks):
             return await _all(self._take(stored, block) for block in blocks)
         host = await self._take(stored, around)
-        return [host[_index(_shifted_by(block, around))] for block in blocks]
+        return [host[slices_in(block, around)] for block in blocks]
 
     async def _take(self, stored: Any, block: Block) -> NDArray[Any]:
         host: NDArray[Any] = await stored[_index(block)].read()
@@ -196,13 +208,6 @@ def plain_name(path: str) -> str:
     ('params.layers.0.w', 'params.layers.0.w')
     """
     return re.sub(r"[\[\]'\".]+", ".", path).strip(".")
-
-
-def _host_copy(data: Any) -> NDArray[Any]:
-    """The numbers as they are now: on CPUs `np.asarray` shares memory that the next step may
-    overwrite.
-    """
-    return np.array(data, copy=True) if _is_in_host_memory(data) else np.asarray(data)
 
 
 def _is_in_host_memory(data: Any) -> bool:
@@ -228,7 +233,7 @@ async def _write_one(
     )
     if leaf.nbytes == 0:
         # An array without elements has no chunk, and Orbax takes one for an array that is missing.
-        name = "/".join(["c", *("0" for _ in leaf.shape)])
+        name = "/".join(["c"] + ["0"] * len(leaf.shape))
         await stored.kvstore.write(name, b"")
         return
     await _all(
@@ -252,18 +257,16 @@ async def _all(awaited: Iterable[Awaitable[_Found]]) -> list[_Found]:
 
 async def _name_generators(values: Sequence[Leaf], infos: Sequence[Any]) -> None:
     """Write the file in which Orbax's own handler looks for the generators of random keys."""
-    named = [
-        {
-            "array_metadata": {
+    named = []
+    for leaf, info in zip(values, infos, strict=True):
+        if leaf.generator:
+            described = {
                 "param_name": info.name,
                 "write_shape": leaf.shape,
                 "chunk_shape": leaf.chunks,
                 "ext_metadata": {"random_key_impl": leaf.generator},
             }
-        }
-        for leaf, info in zip(values, infos, strict=True)
-        if leaf.generator
-    ]
+            named.append({"array_metadata": described})
     if named:
         await infos[0].await_path_creation()
         path = infos[0].parent_dir / "array_metadatas" / "process_0"
@@ -274,12 +277,10 @@ async def _name_generators(values: Sequence[Leaf], infos: Sequence[Any]) -> None
 def _chunk_bytes(stored: Any, block: Block) -> int:
     """Bytes of all chunks that a block touches."""
     chunks = stored.chunk_layout.read_chunk.shape or stored.shape
-    sizes: list[int] = [
-        min(-(-last // chunk) * chunk, size) - first // chunk * chunk
-        for (first, last), chunk, size in zip(block, chunks, stored.shape, strict=True)
-    ]
-    itemsize: int = stored.dtype.numpy_dtype.itemsize
-    return math.prod(sizes) * itemsize
+    num_bytes: int = stored.dtype.numpy_dtype.itemsize
+    for (first, last), chunk, size in zip(block, chunks, stored.shape, strict=True):
+        num_bytes *= min(-(-last // chunk) * chunk, size) - first // chunk * chunk
+    return num_bytes
 
 
 def _in_width_of(described: Any, host: NDArray[Any]) -> NDArray[Any]:
@@ -290,21 +291,6 @@ def _in_width_of(described: Any, host: NDArray[Any]) -> NDArray[Any]:
 
 def _index(block: Block) -> tuple[slice, ...]:
     return tuple(slice(*ends) for ends in block)
-
-
-def _shifted_by(block: Block, around: Block) -> Block:
-    """A block, as it lies in one that holds it."""
-    return tuple(
-        (first - start, last - start)
-        for (first, last), (start, _) in zip(block, around, strict=True)
-    )
-
-
-def _shifted(block: Block, rows: int) -> Block:
-    if not block:
-        return block
-    (first, last), *others = block
-    return ((first + rows, last + rows), *others)
 
 
 def _assembled(described: Any, parts: Iterable[tuple[Sequence[Any], NDArray[Any]]]) -> jax.Array:

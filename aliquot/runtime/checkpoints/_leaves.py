@@ -84,9 +84,7 @@ def leaf_of(array: Any, turn: int = 0) -> Leaf:
         shape = (*shape[:1], *stored.shape[1:]) if shape else stored.shape
         ends = ends or [{size} for size in shape]
         for block, process, data in _blocks(stored, turn):
-            if block:
-                (first, last), *others = block
-                block = ((first + start, last + start), *others)
+            block = shifted(block, start)
             for dim, both in enumerate(block):
                 ends[dim].update(both)
             writers.add(process)
@@ -100,6 +98,14 @@ def leaf_of(array: Any, turn: int = 0) -> Leaf:
         writers=frozenset(writers),
         generator=str(key_generator(array.dtype)) if is_key(array) else "",
     )
+
+
+def shifted(block: Block, rows: int) -> Block:
+    """A block, some rows further on."""
+    if not block:
+        return block
+    (first, last), *others = block
+    return ((first + rows, last + rows), *others)
 
 
 def _blocks(array: Any, turn: int) -> Iterator[tuple[Block, int, Any]]:

@@ -145,11 +145,9 @@ def differences(saved: Sequence[SavedArray], wanted: Iterable[SavedArray]) -> li
             lines.append(f"{path} ({array}) is not in the checkpoint")
         elif theirs[path] != array:
             lines.append(f"{path} is {theirs[path]} in the checkpoint and {array} here")
-    lines += [
-        f"{path} ({array}) is in the checkpoint and not here"
-        for path, array in theirs.items()
-        if path not in mine
-    ]
+    for path, array in theirs.items():
+        if path not in mine:
+            lines.append(f"{path} ({array}) is in the checkpoint and not here")
     return lines
 
 

@@ -184,8 +184,13 @@ def _calls(
     named = _CALLED.findall(line)
     if " while(" in line:
         parts = dict(named)
-        trips = float(_trip_count(line, computations[parts["condition"]]))
-        yield parts["body"], trips, True
+        counts = set(_TRIPS.findall(line)[:1])
+        if not counts:
+            # The bound of a counted loop is the only integer constant of its condition.
+            text = "\n".join(computations[parts["condition"]].lines)
+            counts = set(_CONSTANT.findall(text))
+        # Once where the text does not tell.
+        yield parts["body"], float(counts.pop()) if len(counts) == 1 else 1.0, True
         return
     for _, name in named:
         if name in computations:
@@ -195,16 +200,6 @@ def _calls(
             name = part.strip().lstrip("%")
             if name in computations:
                 yield name, 1.0, False
-
-
-def _trip_count(line: str, condition: _Computation) -> int:
-    """Number of iterations of a loop; 1 where the text does not tell."""
-    known = _TRIPS.search(line)
-    if known:
-        return int(known.group(1))
-    # The bound of a counted loop is the only integer constant of its condition.
-    bounds = set(map(int, _CONSTANT.findall("\n".join(condition.lines))))
-    return bounds.pop() if len(bounds) == 1 else 1
 
 
 def _collective(line: str) -> tuple[str, str] | None:

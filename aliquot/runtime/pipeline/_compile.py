@@ -8,33 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import msgspec
+from msgspec import structs
 
 from ...core import InputError, PlanMismatchError
 from ..transport import exchange, watched
 from ._issue import Issuer
 from ._pipeline import Pipeline
 from ._stage_forms import Known, StageForm, array_struct, form_of
-from ._stage_functions import Key, StageFunction
-
-
-class CompiledStage(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A compiled function of a stage; `shapes` are those of its results, with their shardings.
-
-    Equal functions of stages on the same devices share `compiled`; the first of them has the time
-    that it took as `compile_s`.
-    """
-
-    form: StageForm
-    compiled: Any
-    shapes: tuple[Any, ...]
-    lower_s: float
-    compile_s: float
-
-    @property
-    def function(self) -> StageFunction:
-        """The function that was compiled."""
-        return self.form.function
+from ._stage_functions import Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,7 +28,7 @@ class CompiledPipeline:
     """
 
     pipeline: Pipeline
-    stages: tuple[CompiledStage | None, ...] = field(repr=False)
+    stages: tuple[StageForm | None, ...] = field(repr=False)
     issuer: Issuer = field(repr=False)
 
 
@@ -102,8 +83,9 @@ def compile_pipeline(pipeline: Pipeline) -> CompiledPipeline:
 
 def _compile(
     pipeline: Pipeline, k: int, known: Known, shared: dict[tuple[Any, ...], Any]
-) -> CompiledStage | None:
-    """The `k`th function compiled; None if another process runs it.
+) -> StageForm | None:
+    """The `k`th function compiled; None if another process runs it. Equal programs of stages on the
+    same devices are compiled once.
 
     Args:
         known: see `form_of`; gets the shardings that the compiler chose.
@@ -116,33 +98,28 @@ def _compile(
         return None
     lowered = form.jitted.lower(*form.arguments)
     middle = time.perf_counter()
-    compiled = _executable(pipeline, form, lowered, shared)
-    end = time.perf_counter()
-    results = tuple(
-        array_struct(s.shape, s.dtype, asked if asked is not None else got)
-        for s, asked, got in zip(form.results, form.wanted, compiled.output_shardings, strict=True)
-    )
-    for key, result in zip(function.gives, results, strict=True):
-        known[stage, Key(key.form, key.value)] = result
-    return CompiledStage(
-        form=form, compiled=compiled, shapes=results, lower_s=middle - start, compile_s=end - middle
-    )
-
-
-def _executable(
-    pipeline: Pipeline, form: StageForm, lowered: Any, shared: dict[tuple[Any, ...], Any]
-) -> Any:
-    """The executable of a lowered program. Equal programs of stages on the same devices are
-    compiled once.
-    """
-    mesh = pipeline.contexts[form.function.program.stage].mesh
+    mesh = pipeline.contexts[stage].mesh
     if sum(context.mesh == mesh for context in pipeline.contexts) == 1:
-        return lowered.compile()
-    # The text is without source lines, in which equal programs may differ. It also lacks what only
-    # JAX knows, such as the kind of random keys, so shapes and dtypes belong to the key too.
-    text = hashlib.sha256(lowered.as_text(debug_info=False).encode()).digest()
-    results = tuple((r.shape, r.dtype) for r in form.results)
-    key = mesh, text, form.donated, form.arguments, results, form.wanted
-    if key not in shared:
-        shared[key] = lowered.compile()
-    return shared[key]
+        compiled = lowered.compile()
+    else:
+        # The text is without source lines, in which equal programs may differ. It also lacks what
+        # only JAX knows, such as the kind of random keys, so shapes and dtypes belong to the key.
+        text = hashlib.sha256(lowered.as_text(debug_info=False).encode()).digest()
+        kinds = tuple((r.shape, r.dtype) for r in form.results)
+        determined_by = mesh, text, form.donated, form.arguments, kinds, form.wanted
+        if determined_by not in shared:
+            shared[determined_by] = lowered.compile()
+        compiled = shared[determined_by]
+    end = time.perf_counter()
+    results = []
+    for key, s, got in zip(function.gives, form.results, compiled.output_shardings, strict=True):
+        chosen = s if s.sharding is not None else array_struct(s.shape, s.dtype, got)
+        known[stage, Key(key.form, key.value)] = chosen
+        results.append(chosen)
+    return structs.replace(
+        form,
+        results=tuple(results),
+        compiled=compiled,
+        lower_s=middle - start,
+        compile_s=end - middle,
+    )

@@ -106,9 +106,9 @@ def write_instructions(
             writer.early_update(task.stage)
     for number in sorted({f.program.round for f in functions if f.program.part is Part.UPDATE}):
         writer.once(Part.UPDATE, number)
-    slots_of_results = {
-        (stage, value): writer.slot(stage, Key(Form.LATE, value), -1) for stage, value in results
-    }
+    slots_of_results = {}
+    for stage, value in results:
+        slots_of_results[stage, value] = writer.slot(stage, Key(Form.LATE, value), -1)
     # A slot is freed after its last reader, or after the instruction that fills it if nobody
     # reads it.
     done = set(slots_of_results.values()) | writer.kept()

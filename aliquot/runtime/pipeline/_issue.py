@@ -6,7 +6,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,8 @@ from ..transport import (
 )
 from ._instructions import Run, Send
 from ._pipeline import Pipeline
-from ._stage_forms import leaf_dtype, target_sharding
+from ._stage_forms import Known, StageForm, leaf_dtype, target_sharding
 from ._stage_functions import Form, Key
-
-if TYPE_CHECKING:
-    from ._compile import CompiledStage
 
 # Results that are no state and not larger than this are broadcast to every process.
 SHARED_RESULT_BYTES = 65536
@@ -72,8 +69,8 @@ class Issuer:
     def __init__(
         self,
         pipeline: Pipeline,
-        stages: Sequence[CompiledStage | None],
-        known: Mapping[tuple[int, Key], Any],
+        stages: Sequence[StageForm | None],
+        known: Known,
         peers: Peers | None,
     ) -> None:
         self._pipeline, self._stages, self._known, self._peers = pipeline, stages, known, peers
@@ -82,14 +79,13 @@ class Issuer:
         self._zeros: list[tuple[Callable[[], list[Any]], tuple[int, ...]]] = []
         self._number, self._step = -1, 0
         self._fill()
-        self._actions = [
-            action
-            for number, step in enumerate(pipeline.instructions.steps)
-            if (action := self._action(number, step)) is not None
-        ]
-        self._results = [
-            None if r is None else pipeline.instructions.results[r] for r in pipeline.results
-        ]
+        self._actions: list[_Action] = []
+        for number, step in enumerate(pipeline.instructions.steps):
+            action = self._action(number, step)
+            if action is not None:
+                self._actions.append(action)
+        slots = pipeline.instructions.results
+        self._results = [None if r is None else slots[r] for r in pipeline.results]
         self._stubs = self._make_stubs()
         # JAX returns before the devices have finished, so Ctrl-C may come while they still compute.
         end_in_order()
@@ -137,11 +133,8 @@ class Issuer:
         if call is None:
             return None
         # In this process, the slots of other processes' stages hold nothing.
-        frees = tuple(
-            slot
-            for slot in step.frees
-            if self._pipeline.local[self._pipeline.instructions.slots[slot][0]]
-        )
+        slots = self._pipeline.instructions.slots
+        frees = tuple(slot for slot in step.frees if self._pipeline.local[slots[slot][0]])
         return _Action(number, _taker(step.inputs), call, outputs, frees)
 
     def _transfer_ends(self, step: Send) -> tuple[list[Any], list[NamedSharding]]:
@@ -152,10 +145,8 @@ class Issuer:
         for slot in step.inputs:
             stage, key, _ = pipeline.instructions.slots[slot]
             if key.form is Form.GIVEN:
-                shape, sharding = (
-                    pipeline.graph.values[key.value].shape,
-                    pipeline.contexts[stage].given_sharding(key.value),
-                )
+                shape = pipeline.graph.values[key.value].shape
+                sharding = pipeline.contexts[stage].given_sharding(key.value)
                 structs.append(struct(shape, leaf_dtype(pipeline, key.value), sharding))
             else:
                 structs.append(self._known[stage, key])
@@ -186,20 +177,18 @@ class Issuer:
                 continue
             if s.sharding.is_fully_replicated:
                 by_stage.setdefault(result[0], {})[slot] = s
-        return [
-            (tuple(structs), plan_broadcast(list(structs.values())))
-            for _, structs in sorted(by_stage.items())
-        ]
+        broadcasts = []
+        for _, structs in sorted(by_stage.items()):
+            broadcasts.append((tuple(structs), plan_broadcast(list(structs.values()))))
+        return broadcasts
 
     def signature(self) -> str:
         """The instructions, shapes and splits as text, which must be equal in all processes."""
-        sends = [
-            self._transfer_ends(step)
-            for step in self._pipeline.instructions.steps
-            if isinstance(step, Send)
-        ]
         shapes, specs = [], []
-        for structs, targets in sends:
+        for step in self._pipeline.instructions.steps:
+            if not isinstance(step, Send):
+                continue
+            structs, targets = self._transfer_ends(step)
             shapes.append([(s.shape, str(s.dtype), s.sharding.spec) for s in structs])
             specs.append([target.spec for target in targets])
         shared = [slots for slots, _ in self._broadcasts]
@@ -219,10 +208,8 @@ class Issuer:
         for pairs in _rounds(len(first)):
             received: list[Any] = []
             for pair in pairs:
-                ends = [
-                    NamedSharding(Mesh(np.array([first[k]]), ("one",)), PartitionSpec())
-                    for k in pair
-                ]
+                meshes = [Mesh(np.array([first[k]]), ("one",)) for k in pair]
+                ends = [NamedSharding(mesh, PartitionSpec()) for mesh in meshes]
                 move = plan_move([struct((1,), np.dtype(np.uint8), ends[0])], [ends[1]])
                 assert move is not None
                 sends = pair[0] == jax.process_index()
@@ -313,14 +300,12 @@ class Issuer:
             f"Process {process} ({self._stages_of(process)}) had issued {self._named(self._number)}"
             f" of step {self._step}"
         )
-        with_dead = [
-            number
-            for number, step in enumerate(steps)
-            if isinstance(step, Send)
-            and {process, dead}
-            <= self._pipeline.processes[step.source] | self._pipeline.processes[step.target]
-            and self._pipeline.processes[step.source] != self._pipeline.processes[step.target]
-        ]
+        with_dead = []
+        for number, step in enumerate(steps):
+            if isinstance(step, Send):
+                source, target = (self._pipeline.processes[k] for k in (step.source, step.target))
+                if {process, dead} <= source | target and source != target:
+                    with_dead.append(number)
         before = [number for number in with_dead if number <= self._number]
         if with_dead:
             last = before[-1] if before else with_dead[0]

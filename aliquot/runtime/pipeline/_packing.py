@@ -39,9 +39,10 @@ def pack_scalars(functions: Sequence[StageFunction]) -> tuple[StageFunction, ...
                 for position, value in enumerate(values):
                     packed[f.program.stage, value] = key, position
     made_at = {value: stage for stage, value in packed}
-    return tuple(
-        _unpacking(_packing(f, packs.get(k, {})), packed, made_at) for k, f in enumerate(functions)
-    )
+    found = []
+    for k, f in enumerate(functions):
+        found.append(_unpacking(_packing(f, packs.get(k, {})), packed, made_at))
+    return tuple(found)
 
 
 def _scalars_read_elsewhere(f: StageFunction, functions: Sequence[StageFunction]) -> list[ValueId]:
@@ -54,10 +55,14 @@ def _scalars_read_elsewhere(f: StageFunction, functions: Sequence[StageFunction]
             own |= {key.value for key in g.gives}
     # A stage's own results are not sent to it.
     read -= own
-    values = f.program.graph.values
-    scalars = [key.value for key in f.gives if key.form is Form.LATE and key.value in read]
-    # Random keys cannot be stacked with numbers.
-    return [v for v in scalars if values[v].shape == () and not values[v].dtype.startswith("key<")]
+    found = []
+    for key in f.gives:
+        if key.form is Form.LATE and key.value in read:
+            value = f.program.graph.values[key.value]
+            # Random keys cannot be stacked with numbers.
+            if value.shape == () and not value.dtype.startswith("key<"):
+                found.append(key.value)
+    return found
 
 
 def _packing(f: StageFunction, packs: Mapping[Key, Sequence[ValueId]]) -> StageFunction:
@@ -83,19 +88,18 @@ def _unpacking(
 ) -> StageFunction:
     """The function, which takes packed vectors in place of scalars from other stages."""
     stage = f.program.stage
-    packed = {
-        key: packed_at[made_at[key.value], key.value]
-        for key in f.takes
-        if key.form is Form.LATE and key.value in made_at and made_at[key.value] != stage
-    }
+    packed = {}
+    for key in f.takes:
+        if key.form is Form.LATE and made_at.get(key.value, stage) != stage:
+            packed[key] = packed_at[made_at[key.value], key.value]
     if not packed:
         return f
     takes = tuple(dict.fromkeys(packed[key][0] if key in packed else key for key in f.takes))
 
     def run(*arrays: Any) -> list[Any]:
         known = dict(zip(takes, arrays, strict=True))
-        return f.run(
-            *(known[packed[k][0]][packed[k][1]] if k in packed else known[k] for k in f.takes)
-        )
+        for key, (vector, position) in packed.items():
+            known[key] = known[vector][position]
+        return f.run(*(known[key] for key in f.takes))
 
     return replace(f, takes=takes, run=run)

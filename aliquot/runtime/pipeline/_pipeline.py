@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from msgspec import structs
 
 from ...graph import Graph, Operand, StageId, ValueId
 from ...plans import Schedule
-from ...sharding import Part, StagePrograms
+from ...sharding import Part, PipelineCut, StagePrograms
 from ..transport import processes_of
 from ._instructions import Instructions, Send, write_instructions
 from ._packing import pack_scalars
-from ._stage_functions import Form, StageContext, StageFunction, build_function
+from ._stage_functions import Form, StageContext, StageFunction, StageSetup, build_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,57 +71,75 @@ class Pipeline:
         )
 
 
-def assemble_pipeline(
+def build_pipeline(
     graph: Graph,
-    programs: StagePrograms,
-    contexts: Sequence[StageContext],
+    cut: PipelineCut,
+    setups: Sequence[StageSetup],
     schedule: Schedule,
     *,
     processes: Sequence[frozenset[int]] | None = None,
 ) -> Pipeline:
-    """The pipeline of a step's programs.
+    """The pipeline of a step.
 
     Args:
         graph: the step on its whole batch.
-        contexts: mesh and splits of each stage.
+        cut: the step cut into micro-batches and stages, with the data-parallel groups of `setups`.
+        setups: mesh and splits of each stage.
+        schedule: order of tasks.
         processes: for each stage those that have its devices; by default read from the meshes.
     """
+    programs = cut.programs
+    contexts = []
+    for k, (setup, time) in enumerate(zip(setups, cut.stages, strict=True)):
+        of_stage = [p for p in programs.programs if p.stage == k]
+        contexts.append(
+            StageContext(
+                **{
+                    **structs.asdict(setup),
+                    # Without several groups there is no dim to split over data axes.
+                    "data_axes": setup.data_axes if time.layout.groups > 1 else (),
+                },
+                bodies=[(p.graph, p.totals) for p in of_stage if p.totals],
+                parts=time.parts,
+                plan=time.plan,
+                layout=time.layout,
+            )
+        )
     home = _homes(graph, programs)
     sent = _sent(programs, in_body=True)
-    functions = pack_scalars(
-        [
-            build_function(p, contexts[p.stage], made_by=programs.made_by, sent=sent)
-            for p in programs.programs
-        ]
-    )
-    results = tuple(
-        (where[0], o.value) if where is not None and isinstance(o.value, int) else None
-        for o, where in zip(graph.outputs, programs.outputs, strict=True)
-    )
-    instructions = write_instructions(
-        functions, schedule, home=home, results=dict.fromkeys(r for r in results if r is not None)
-    )
-    groups = (
-        [processes_of(NamedSharding(c.mesh, PartitionSpec())) for c in contexts]
-        if processes is None
-        else processes
-    )
+    functions = []
+    for p in programs.programs:
+        context = contexts[p.stage]
+        functions.append(build_function(p, context, made_by=programs.made_by, sent=sent))
+    packed = pack_scalars(functions)
+    results: list[tuple[StageId, ValueId] | None] = []
+    for output, where in zip(graph.outputs, programs.outputs, strict=True):
+        if where is None or not isinstance(output.value, int):
+            results.append(None)
+        else:
+            results.append((where[0], output.value))
+    made = dict.fromkeys(r for r in results if r is not None)
+    instructions = write_instructions(packed, schedule, home=home, results=made)
+    successors = {}
+    for item in graph.inputs:
+        if item.output is not None:
+            successors[item.value] = graph.outputs[item.output].value
+    if processes is None:
+        processes = [processes_of(NamedSharding(c.mesh, PartitionSpec())) for c in contexts]
     return Pipeline(
         graph=graph,
         contexts=tuple(contexts),
         schedule=schedule,
-        functions=tuple(functions),
+        functions=packed,
         instructions=instructions,
-        results=results,
+        results=tuple(results),
         home=home,
         sent=sent,
         sent_late=_sent(programs, in_body=False),
-        pulled=_inputs_that_others_pull(instructions, groups),
-        processes=tuple(groups),
-        local=tuple(jax.process_index() in group for group in groups),
-        successors={
-            i.value: graph.outputs[i.output].value for i in graph.inputs if i.output is not None
-        },
+        pulled=_inputs_that_others_pull(instructions, processes),
+        processes=tuple(processes),
+        local=tuple(jax.process_index() in group for group in processes),
+        successors=successors,
     )
 
 
@@ -150,10 +169,9 @@ def _sent(programs: StagePrograms, *, in_body: bool) -> frozenset[ValueId]:
 def _inputs_that_others_pull(
     instructions: Instructions, processes: Sequence[frozenset[int]]
 ) -> frozenset[ValueId]:
-    sends = [step for step in instructions.steps if isinstance(step, Send)]
     found = set()
-    for step in sends:
-        if processes[step.source] != processes[step.target]:
+    for step in instructions.steps:
+        if isinstance(step, Send) and processes[step.source] != processes[step.target]:
             for slot in step.inputs:
                 if instructions.slots[slot][1].form is Form.GIVEN:
                     found.add(instructions.slots[slot][1].value)

@@ -14,10 +14,11 @@ from ..compiled import (
     compiled_memory,
     find_collectives,
 )
+from ..spmd import axis_names
 from ..transport import exchange, report
 from ._compile import CompiledPipeline
 from ._instructions import Run
-from ._pipeline import Pipeline
+from ._stage_forms import StageForm
 from ._stage_functions import Key
 from ._stage_memory import stage_memory
 
@@ -25,32 +26,22 @@ from ._stage_memory import stage_memory
 def pipeline_stats(compiled_pipeline: CompiledPipeline) -> Stats:
     """Stats of all stages. With several processes all must call it."""
     pipeline, compiled = compiled_pipeline.pipeline, compiled_pipeline.stages
-    counts = {}
-    for k in range(len(compiled)):
-        counts[k] = sum(
-            1
-            for step in pipeline.instructions.steps
-            if isinstance(step, Run) and step.function == k
-        )
-    memory = {k: compiled_memory(c.compiled) for k, c in enumerate(compiled) if c is not None}
-    temps = {k: account.temp_bytes for k, account in memory.items()}
-    aliases = {k: account.alias_bytes for k, account in memory.items()}
-    donated = {k: c.form.donated for k, c in enumerate(compiled) if c is not None}
+    runs = [step.function for step in pipeline.instructions.steps if isinstance(step, Run)]
+    temps, aliases, donated = {}, {}, {}
+    by_stage: dict[int, dict[int, StageForm]] = {}
+    for k, form in enumerate(compiled):
+        if form is not None:
+            account = compiled_memory(form.compiled)
+            temps[k], aliases[k], donated[k] = account.temp_bytes, account.alias_bytes, form.donated
+            by_stage.setdefault(form.function.program.stage, {})[k] = form
     sizes = _slot_bytes(compiled_pipeline)
     stats = []
-    for stage, context in enumerate(pipeline.contexts):
-        functions = {
-            k: c
-            for k, c in enumerate(compiled)
-            if c is not None and c.function.program.stage == stage
-        }
-        if not functions:
-            continue
-        names = [str(name) for name in context.mesh.axis_names]
-        axis_sizes = [context.mesh.shape[name] for name in names]
+    for stage, functions in sorted(by_stage.items()):
+        mesh = pipeline.contexts[stage].mesh
+        names, axis_sizes = axis_names(mesh), list(mesh.shape.values())
         collectives: list[CompiledCollective] = []
         for k, c in functions.items():
-            collectives += counts[k] * find_collectives(c.compiled.as_text(), names, axis_sizes)
+            collectives += runs.count(k) * find_collectives(c.compiled.as_text(), names, axis_sizes)
         over_time = stage_memory(
             pipeline.instructions,
             (stage,),
@@ -72,37 +63,29 @@ def pipeline_stats(compiled_pipeline: CompiledPipeline) -> Stats:
             )
         )
     lower_s = sum(stage.lower_s for stage in compiled if stage is not None)
-    return Stats(stages=_of_all_processes(pipeline, stats), lower_s=lower_s)
-
-
-def _of_all_processes(pipeline: Pipeline, stats: list[StageStats]) -> tuple[StageStats, ...]:
-    """Stats of all stages, collected from the processes that have them."""
-    if not pipeline.is_shared:
-        return tuple(stats)
-    report("step.stats()")
-    of_all = itertools.chain.from_iterable(exchange(stats, list[StageStats]))
-    by_stage = {item.stage: item for item in of_all}
-    return tuple(by_stage[stage] for stage in sorted(by_stage))
+    if pipeline.is_shared:
+        # Each process has its own stages.
+        report("step.stats()")
+        of_all = itertools.chain.from_iterable(exchange(stats, list[StageStats]))
+        stats_of = {item.stage: item for item in of_all}
+        stats = [stats_of[stage] for stage in sorted(stats_of)]
+    return Stats(stages=tuple(stats), lower_s=lower_s)
 
 
 def _slot_bytes(compiled: CompiledPipeline) -> dict[int, int]:
     """Bytes of each slot on each device of its stage."""
     shapes: dict[tuple[int, Key], Any] = {}
-    for stage in compiled.stages:
-        if stage is None:
+    for form in compiled.stages:
+        if form is None:
             continue
-        number = stage.function.program.stage
-        for keys, structs in (
-            (stage.function.takes, stage.form.arguments),
-            (stage.function.gives, stage.shapes),
-        ):
-            for key, struct in zip(keys, structs):
-                shapes[number, Key(key.form, key.value)] = struct
-    return {
-        slot: bytes_on_device(shapes[stage, key])
-        for slot, (stage, key, _) in enumerate(compiled.pipeline.instructions.slots)
-        if (stage, key) in shapes
-    }
+        keys = (*form.function.takes, *form.function.gives)
+        for key, struct in zip(keys, (*form.arguments, *form.results), strict=True):
+            shapes[form.function.program.stage, Key(key.form, key.value)] = struct
+    sizes = {}
+    for slot, (stage, key, _) in enumerate(compiled.pipeline.instructions.slots):
+        if (stage, key) in shapes:
+            sizes[slot] = bytes_on_device(shapes[stage, key])
+    return sizes
 
 
 def bytes_on_device(struct: Any) -> int:

@@ -15,8 +15,8 @@ from ...graph import Extract, Graph, ValueId
 from ...plans import Plan, StagePlan, require_busy_processes, require_match
 from ...sharding import Pin, Pins, Spec
 from ..spmd import make_mesh, partition, require_kernels, stage_pins
-from ._build_pipeline import StageSetup, build_pipeline
-from ._pipeline import Pipeline
+from ._pipeline import Pipeline, build_pipeline
+from ._stage_functions import StageSetup
 
 
 def build_plan_pipeline(step: PlannedStep, devices: Sequence[Any] | None = None) -> Pipeline:
@@ -70,12 +70,10 @@ def pipeline_on(
     plan, staged = step.plan, step.staged
     assert staged is not None
     waits = plan.sums_gradients_once
-    setups = [
-        _setup(staged.graph, extract, stage, planned, mesh, waits=waits)
-        for extract, stage, planned, mesh in zip(
-            staged.extracts, step.stages, plan.stages, meshes, strict=True
-        )
-    ]
+    setups = []
+    of_stages = zip(staged.extracts, step.stages, plan.stages, meshes, strict=True)
+    for extract, stage, planned, mesh in of_stages:
+        setups.append(_setup(staged.graph, extract, stage, planned, mesh, waits=waits))
     return build_pipeline(staged.graph, step.cut(), setups, plan.tasks, processes=processes)
 
 
@@ -123,23 +121,19 @@ def _for_whole(graph: Graph, extract: Extract, part_pins: Pins, num_axes: int) -
     for number, index in enumerate(extract.ops):
         op_class[index] = part_pins.op_class[number]
     whole: Spec = (-1,) * num_axes
-    by_value = {
-        extract.values[i.value]: s
-        for i, s in zip(extract.graph.inputs, part_pins.inputs, strict=True)
-    }
-    pins: dict[int, Pin] = {
-        number: pin for number, pin in part_pins.by_class.items() if number >= 0
-    }
+    inputs = [extract.values[item.value] for item in extract.graph.inputs]
+    by_value = dict(zip(inputs, part_pins.inputs, strict=True))
+    pins: dict[int, Pin] = {k: pin for k, pin in part_pins.by_class.items() if k >= 0}
+    rows = {}
+    for value, (old, rows_made, kept) in part_pins.rows.items():
+        rows[extract.values[value]] = extract.values[old], rows_made, kept
     return Pins(
         by_class=pins,
         op_class=op_class,
         inputs=tuple(by_value.get(i.value, whole) for i in graph.inputs),
-        outputs=tuple(whole for _ in graph.outputs),
+        outputs=(whole,) * len(graph.outputs),
         values={extract.values[v]: s for v, s in part_pins.values.items()},
         totals={extract.values[v]: s for v, s in part_pins.totals.items()},
-        rows={
-            extract.values[v]: (extract.values[old], rows_made, kept)
-            for v, (old, rows_made, kept) in part_pins.rows.items()
-        },
+        rows=rows,
         token_sums=part_pins.token_sums,
     )

@@ -10,7 +10,6 @@ from jax.sharding import AbstractMesh, AxisType
 
 from ...cluster import Cluster
 from ...cost import PlannedStep
-from ...graph import ValueId
 from ._instructions import Run
 from ._pipeline import Pipeline
 from ._pipeline_stats import bytes_on_device
@@ -18,6 +17,15 @@ from ._plan_pipeline import pipeline_on
 from ._stage_forms import Known, StageForm, form_of
 from ._stage_functions import Form, Key
 from ._stage_memory import StageMemory, stage_memory
+
+# What an argument is called that is no input of the step.
+_WHAT = {
+    Form.GIVEN: "a constant",
+    Form.LOCAL: "a residual",
+    Form.TOTAL: "a running total",
+    Form.HANDED_ON: "state that micro-batches hand on",
+}
+_LEFT = "what another program left"
 
 
 class StageExport(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -47,16 +55,12 @@ def abstract_pipeline(step: PlannedStep) -> Pipeline:
     """
     plan = step.plan
     per_host = Cluster.from_dict(plan.cluster).devices_per_host
-    meshes = [
-        AbstractMesh(
-            tuple(s.mesh_shape),
-            tuple(s.axis_names),
-            axis_types=(AxisType.Auto,) * len(s.mesh_shape),
-        )
-        for s in plan.stages
-    ]
-    devices = [range(s.first_device, s.first_device + math.prod(s.mesh_shape)) for s in plan.stages]
-    processes = [frozenset(device // per_host for device in group) for group in devices]
+    meshes, processes = [], []
+    for s in plan.stages:
+        kinds = (AxisType.Auto,) * len(s.mesh_shape)
+        meshes.append(AbstractMesh(tuple(s.mesh_shape), tuple(s.axis_names), axis_types=kinds))
+        devices = range(s.first_device, s.first_device + math.prod(s.mesh_shape))
+        processes.append(frozenset(device // per_host for device in devices))
     return pipeline_on(step, meshes, processes)
 
 
@@ -64,41 +68,31 @@ def export_stages(pipeline: Pipeline) -> tuple[StageExport, ...]:
     """All programs of a pipeline, in an order in which they can be compiled."""
     known: Known = {}
     made_by: dict[tuple[int, Key], tuple[int, int]] = {}
-    paths = {item.value: item.path for item in pipeline.graph.inputs}
+    paths = {Key(Form.GIVEN, item.value): item.path for item in pipeline.graph.inputs}
     runs = [step.function for step in pipeline.instructions.steps if isinstance(step, Run)]
     exports = []
     for k, function in enumerate(pipeline.functions):
         stage = function.program.stage
         form = form_of(pipeline, k, known)
+        sources = []
+        for key, struct in zip(function.takes, form.arguments, strict=True):
+            # The compiler chooses the splits of arrays that one program of a stage leaves to
+            # another.
+            is_open = struct.sharding is None
+            sources.append(made_by[stage, Key(key.form, key.value)] if is_open else None)
         exports.append(
             StageExport(
                 name=function.program.name,
                 stage=stage,
                 form=form,
-                sources=tuple(
-                    # The compiler chooses the splits of arrays that one program of a stage leaves
-                    # to another.
-                    made_by[stage, Key(key.form, key.value)] if struct.sharding is None else None
-                    for key, struct in zip(function.takes, form.arguments, strict=True)
-                ),
-                paths=tuple(_path(key, paths) for key in function.takes),
+                sources=tuple(sources),
+                paths=tuple(paths.get(key, _WHAT.get(key.form, _LEFT)) for key in function.takes),
                 runs=runs.count(k),
             )
         )
         for position, key in enumerate(function.gives):
             made_by[stage, Key(key.form, key.value)] = k, position
     return tuple(exports)
-
-
-def _path(key: Key, paths: dict[ValueId, str]) -> str:
-    if key.form is Form.GIVEN:
-        return paths.get(key.value, "a constant")
-    return {
-        Form.LOCAL: "a residual",
-        Form.SENT: "what another program left",
-        Form.TOTAL: "a running total",
-        Form.HANDED_ON: "state that micro-batches hand on",
-    }.get(key.form, "what another program left")
 
 
 def exported_memory(
@@ -127,15 +121,14 @@ def exported_memory(
                 size[export.stage, Key(key.form, key.value)] = bytes_on_device(struct)
         for key, num_bytes in zip(function.gives, results, strict=True):
             size[export.stage, Key(key.form, key.value)] = num_bytes
-    slots = pipeline.instructions.slots
+    sizes = {}
+    for slot, (stage, key, _) in enumerate(pipeline.instructions.slots):
+        if (stage, key) in size:
+            sizes[slot] = size[stage, key]
     return stage_memory(
         pipeline.instructions,
         stages,
-        sizes={
-            slot: size[stage, key]
-            for slot, (stage, key, _) in enumerate(slots)
-            if (stage, key) in size
-        },
+        sizes=sizes,
         temps=dict(enumerate(temps)),
         aliases=dict(enumerate(aliases)),
         donated={k: export.form.donated for k, export in enumerate(exports)},

@@ -1,5 +1,5 @@
-"""Functions of a pipeline's stages before they are compiled, with shapes and shardings of their
-arguments and results.
+"""Functions of a pipeline's stages with shapes and shardings of their arguments and results, before
+they are compiled and after.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ Known: TypeAlias = dict[tuple[int, Key], Any]
 
 
 class StageForm(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A stage's function before it is compiled.
+    """A stage's function with what it takes and gives.
 
     Attributes:
         jitted: takes and returns flat arrays.
         donated: positions of donated arguments.
         arguments, results: shapes and dtypes with their shardings; a sharding of None is left to
-            the compiler.
+            the compiler, until it has chosen one.
         wanted: the results' shardings.
+        compiled: its executable, once there is one. Equal functions of stages on the same devices
+            share it; the first of them has the time that it took as `compile_s`.
     """
 
     function: StageFunction
@@ -40,6 +42,9 @@ class StageForm(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     arguments: tuple[Any, ...]
     results: tuple[Any, ...]
     wanted: tuple[Any, ...]
+    compiled: Any = None
+    lower_s: float = 0.0
+    compile_s: float = 0.0
 
 
 def form_of(pipeline: Pipeline, k: int, known: Known) -> StageForm:
@@ -51,16 +56,12 @@ def form_of(pipeline: Pipeline, k: int, known: Known) -> StageForm:
     function = pipeline.functions[k]
     arguments = tuple(_struct(pipeline, function, key, known) for key in function.takes)
     shapes = jax.eval_shape(function.run, *arguments)
-    wanted = [
-        _out_sharding(pipeline, function, key, s.shape)
-        for key, s in zip(function.gives, shapes, strict=True)
-    ]
     donated = donated_positions(pipeline, k)
-    results = tuple(
-        array_struct(s.shape, s.dtype, sharding) for s, sharding in zip(shapes, wanted, strict=True)
-    )
-    for key, result in zip(function.gives, results, strict=True):
-        known[function.program.stage, Key(key.form, key.value)] = result
+    results, wanted = [], []
+    for key, s in zip(function.gives, shapes, strict=True):
+        wanted.append(_out_sharding(pipeline, function, key, s.shape))
+        results.append(array_struct(s.shape, s.dtype, wanted[-1]))
+        known[function.program.stage, Key(key.form, key.value)] = results[-1]
     # Equal stages have equal programs. Caches compare programs with their names, so the name must
     # not contain the number of the stage.
     function.run.__name__ = function.program.name.split(" ", 2)[2].replace(" ", "_")
@@ -70,7 +71,7 @@ def form_of(pipeline: Pipeline, k: int, known: Known) -> StageForm:
         jitted=jax.jit(run, out_shardings=wanted, donate_argnums=donated, keep_unused=True),
         donated=donated,
         arguments=arguments,
-        results=results,
+        results=tuple(results),
         wanted=tuple(wanted),
     )
 
@@ -97,11 +98,11 @@ def _on_mesh(function: StageFunction, pipeline: Pipeline) -> Callable[[], list[A
 
 def given_slots(pipeline: Pipeline, value: ValueId) -> dict[int, tuple[int, NamedSharding]]:
     """Slot and sharding of an input by stage: on its home, or on every stage that reads it."""
-    return {
-        stage: (values[value], pipeline.contexts[stage].given_sharding(value))
-        for stage, values in sorted(pipeline.instructions.given.items())
-        if value in values
-    }
+    slots = {}
+    for stage, values in sorted(pipeline.instructions.given.items()):
+        if value in values:
+            slots[stage] = values[value], pipeline.contexts[stage].given_sharding(value)
+    return slots
 
 
 def target_sharding(
@@ -241,27 +242,24 @@ def donated_positions(pipeline: Pipeline, k: int) -> tuple[int, ...]:
     kept = later | pipeline.pulled | returned
     is_update = function.program.part is Part.UPDATE
     makes_state = {key.value for key in function.gives if key.form is Form.HANDED_ON}
-    return tuple(
-        position
-        for position, key in enumerate(function.takes)
-        if (key.form is Form.TOTAL and not is_update)
-        or (key.form is Form.HANDED_ON and key.value in makes_state - kept)
-        or (
-            key.form in (Form.GIVEN, Form.HANDED_ON)
-            and is_update
-            and key.value not in kept
-            and _is_overwritten(pipeline, function, key.value)
+    values = pipeline.graph.values
+    positions = []
+    for position, key in enumerate(function.takes):
+        if key.form is Form.TOTAL and not is_update:
+            positions.append(position)
+        if key.form not in (Form.GIVEN, Form.HANDED_ON) or key.value in kept:
+            continue
+        # The function makes the successor of an input, on the input's home stage and with its shape
+        # and dtype.
+        successor = pipeline.successors.get(key.value)
+        overwrites = (
+            is_update
+            and isinstance(successor, int)
+            and Key(Form.LATE, successor) in function.gives
+            and pipeline.home.get(key.value) == stage
+            and values[key.value].shape == values[successor].shape
+            and values[key.value].dtype == values[successor].dtype
         )
-    )
-
-
-def _is_overwritten(pipeline: Pipeline, function: StageFunction, value: ValueId) -> bool:
-    """True if a function makes the successor of an input, on the input's home stage and with its
-    shape and dtype.
-    """
-    successor = pipeline.successors.get(value)
-    if not isinstance(successor, int) or Key(Form.LATE, successor) not in function.gives:
-        return False
-    a, b = pipeline.graph.values[value], pipeline.graph.values[successor]
-    at_home = pipeline.home.get(value) == function.program.stage
-    return at_home and (a.shape, a.dtype) == (b.shape, b.dtype)
+        if overwrites or (key.form is Form.HANDED_ON and key.value in makes_state):
+            positions.append(position)
+    return tuple(positions)

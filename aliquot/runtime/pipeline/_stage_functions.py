@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...graph import NO_VALUE, Graph, StageId, ValueId, memory_kind
 from ...sharding import Layout, MicroBatchGraphs, MicroBatchPlan, Part, Pins, StageProgram, TimeKind
-from ..spmd import ConstraintLowering, Totals, kept_apart, partition
+from ..spmd import ConstraintLowering, Totals, axis_names, kept_apart, partition
 
 _REDUCE: dict[TimeKind, Callable[..., Any]] = {
     TimeKind.SUM: jnp.sum,
@@ -173,7 +173,7 @@ class StageContext(StageSetup, frozen=True, kw_only=True, eq=False, dict=True):
         axes = self.totals.axes_apart(value)
         lead = 1 if axes else 0
         dims = partition(self.mesh, self.totals.total_spec(value), shape[lead:], axes)
-        groups = tuple(str(n) for n in self.mesh.axis_names if n in axes)
+        groups = tuple(axis_names(self.mesh, axes))
         return NamedSharding(self.mesh, PartitionSpec(*([groups] * lead), *dims))
 
 
@@ -204,8 +204,8 @@ def build_function(
     if program.part is Part.EARLY:
         return StageFunction(
             program=program,
-            takes=tuple(Key(Form.GIVEN, v) for v in program.given),
-            gives=tuple(Key(Form.EARLY, v) for v in program.exports),
+            takes=_keys(Form.GIVEN, program.given),
+            gives=_keys(Form.EARLY, program.exports),
             run=lambda *arrays: context.lowering.replay(program.graph, arrays),
         )
     if program.part is Part.UPDATE:
@@ -226,43 +226,47 @@ def _body(
     own_imports = [v for v in program.imports if grouped and made_by[v] == program.stage]
     others = [v for v in program.imports if v not in own_imports]
     parts = context.totals is not None
+    handed_on = dict(program.handed_on)
     takes = [
-        *(Key(Form.GIVEN, v) for v in program.given),
-        *(Key(Form.EARLY, outside[v]) for v in program.early),
-        *(Key(Form.LOCAL, v) for v in own_imports),
-        *(Key(Form.SENT, v) for v in others),
-        *(Key(Form.TOTAL, v) for v in program.totals if parts),
-        *(Key(Form.HANDED_ON, v) for v, _ in program.handed_on),
+        *_keys(Form.GIVEN, program.given),
+        *_keys(Form.EARLY, [outside[v] for v in program.early]),
+        *_keys(Form.LOCAL, own_imports),
+        *_keys(Form.SENT, others),
+        *_keys(Form.TOTAL, program.totals if parts else ()),
+        *_keys(Form.HANDED_ON, handed_on),
         *([Key(Form.NUMBER)] if parts else []),
     ]
-    at_home = [
-        v
-        for v in program.exports
-        if grouped and (made_by[v] == program.stage and v in program.kept)
-    ]
+    at_home = []
+    for v in program.exports:
+        if grouped and made_by[v] == program.stage and v in program.kept:
+            at_home.append(v)
     away = [v for v in program.exports if not grouped or v in sent]
     gives = [
-        *(Key(Form.LOCAL, v) for v in at_home),
-        *(Key(Form.SENT, v) for v in away),
-        *(Key(Form.TOTAL, v) for v in program.totals),
-        *(Key(Form.STACKED, v) for v in program.stacked),
-        *(Key(Form.HANDED_ON, v) for v, _ in program.handed_on),
+        *_keys(Form.LOCAL, at_home),
+        *_keys(Form.SENT, away),
+        *_keys(Form.TOTAL, program.totals),
+        *_keys(Form.STACKED, program.stacked),
+        *_keys(Form.HANDED_ON, handed_on),
     ]
 
     def run(*arrays: Any) -> list[Any]:
         known = dict(zip(takes, arrays, strict=True))
         results = _replay_part(program, context, known, outside)
         gathered = [results[v] for v in at_home]
-        gathered += [_joined(context, v, results[v]) if grouped else results[v] for v in away]
+        for v in away:
+            gathered.append(_joined(context, v, results[v]) if grouped else results[v])
         for v in program.totals:
             if context.totals is None:
                 gathered.append(results[v])
             else:
                 gathered.append(context.totals.add(v, known[Key(Form.TOTAL, v)], results[v]))
-        gathered += [results[v] for v in program.stacked]
-        return gathered + [results[new] for _, new in program.handed_on]
+        return gathered + [results[v] for v in (*program.stacked, *handed_on.values())]
 
     return StageFunction(program=program, takes=tuple(takes), gives=tuple(gives), run=run)
+
+
+def _keys(form: Form, values: Iterable[ValueId]) -> tuple[Key, ...]:
+    return tuple(Key(form, value) for value in values)
 
 
 def _replay_part(
@@ -328,11 +332,11 @@ def _replay_part(
         axes: Any = context.data_axes if len(context.data_axes) > 1 else context.data_axes[0]
         groups = jnp.arange(layout.groups, dtype=jnp.int32)
         results = jax.vmap(run, spmd_axis_name=axes)(groups, [mapped[v] for v in names])
-    return {
-        o.value: array
-        for o, array in zip(program.graph.outputs, results, strict=True)
-        if isinstance(o.value, int)
-    }
+    made = {}
+    for output, array in zip(program.graph.outputs, results, strict=True):
+        if isinstance(output.value, int):
+            made[output.value] = array
+    return made
 
 
 def _slice(context: StageContext, array: Any, value: ValueId, dim: int, number: Any) -> Any:
@@ -421,10 +425,10 @@ def _update(program: StageProgram, context: StageContext) -> StageFunction:
     stacked = [v for v in combines if v not in summed]
     count = plan.num_micro_batches if plan else 1
     takes = [
-        *(Key(Form.GIVEN, v) for v in program.given),
-        *(Key(Form.EARLY, v) for v in program.early),
-        *(Key(Form.LATE, v) for v in program.imports),
-        *(Key(Form.TOTAL, v) for v in summed),
+        *_keys(Form.GIVEN, program.given),
+        *_keys(Form.EARLY, program.early),
+        *_keys(Form.LATE, program.imports),
+        *_keys(Form.TOTAL, summed),
         *(Key(Form.STACKED, v, m) for v, m in itertools.product(stacked, range(count))),
         # As the last micro-batch leaves it.
         *(Key(Form.HANDED_ON, v, count) for v in handed_on.values()),
@@ -432,11 +436,10 @@ def _update(program: StageProgram, context: StageContext) -> StageFunction:
 
     def run(*arrays: Any) -> list[Any]:
         known = dict(zip(takes, arrays, strict=True))
-        values = {
-            key.value: array
-            for key, array in known.items()
-            if key.form not in (Form.TOTAL, Form.STACKED, Form.HANDED_ON)
-        }
+        values = {}
+        for key, array in known.items():
+            if key.form not in (Form.TOTAL, Form.STACKED, Form.HANDED_ON):
+                values[key.value] = array
         for new, v in handed_on.items():
             values[new] = known[Key(Form.HANDED_ON, v, count)]
         for v in summed:
@@ -453,6 +456,6 @@ def _update(program: StageProgram, context: StageContext) -> StageFunction:
     return StageFunction(
         program=program,
         takes=tuple(takes),
-        gives=tuple(Key(Form.LATE, v) for v in program.exports),
+        gives=_keys(Form.LATE, program.exports),
         run=run,
     )

@@ -96,10 +96,11 @@ def stage_memory(
         # A micro-batch is in flight on a stage from the stage's own first task on.
         if isinstance(step, Run) and runs_here and step.micro_batch >= 0:
             begun.add((step.stage, step.micro_batch))
-        batches = {
-            (slots[s][0], slots[s][2]) for s in alive if slots[s][1].form in (Form.LOCAL, Form.SENT)
-        }
-        in_flight = max(in_flight, len({m for _, m in batches & begun}))
+        batches = set()
+        for stage, key, number in (slots[slot] for slot in alive):
+            if key.form in (Form.LOCAL, Form.SENT) and (stage, number) in begun:
+                batches.add(number)
+        in_flight = max(in_flight, len(batches))
         gone = alive.intersection(step.frees) - given
         held -= sum(sizes.get(slot, 0) for slot in gone)
         alive -= gone

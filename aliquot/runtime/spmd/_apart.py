@@ -80,10 +80,9 @@ class OwnPart(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         Args:
             splits: how the operands are split; None where that does not matter.
         """
-        shares = [
-            None if spec is None else self._share(array, spec)
-            for array, spec in zip(arrays, splits, strict=True)
-        ]
+        shares: list[Any] = []
+        for array, spec in zip(arrays, splits, strict=True):
+            shares.append(None if spec is None else self._share(array, spec))
         if all(share is None for share in shares):
             # The axis does not divide what is summed.
             shares[-1] = self.once(arrays[-1])

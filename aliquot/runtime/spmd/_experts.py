@@ -132,7 +132,7 @@ def _owner(chosen: Any, num_here: int, of_experts: Axes, exchanged: Axes) -> tup
 
 
 def _num_devices(axes: Axes) -> int:
-    return math.prod(jax.lax.axis_size(axis) for axis in axes)
+    return math.prod(map(jax.lax.axis_size, axes))
 
 
 def _in_rounds(

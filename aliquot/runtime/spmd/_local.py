@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,43 +37,60 @@ from jax.sharding import Mesh, PartitionSpec
 from ...graph import ATTENTION, KERNEL, Dims, attention_on_piece, kernel_on_pieces
 from ...sharding import DimRule, axes_of
 from ._experts import experts_on_pieces
+from ._mesh import axis_names
 from ._ring import attention_by_ring
 
 Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
 """Runs an equation on operands."""
 
 
-def convolution(
-    eqn: Any, arrays: Sequence[Any], bind: Bind, mesh: Mesh, groups: Sequence[str]
-) -> list[Any]:
+class Devices(NamedTuple):
+    """The devices that an operator runs on. `groups`: mesh axes of a `vmap` around the program that
+    gives each group its own operands; empty if there is none.
+    """
+
+    mesh: Mesh
+    groups: Sequence[str] = ()
+
+
+def convolution(eqn: Any, arrays: Sequence[Any], bind: Bind, devices: Devices) -> list[Any]:
     """A convolution on operands that each group of devices may have for itself.
 
     Args:
         bind: runs an equation on operands.
-        groups: mesh axes of a `vmap` around the program that gives each group its own operands;
-            empty if there is none.
     """
+    numbers = eqn.params["dimension_numbers"]
+    channels, position = numbers.lhs_spec[1], numbers.out_spec[1]
+    one_channel = arrays[1].shape[numbers.rhs_spec[1]] == 1
+    in_place = eqn.params["feature_group_count"] == 1 or not one_channel or position == channels
+    if not in_place:
+        # A depthwise one is computed with the features of its result at the position that they
+        # have in the image, and transposed.
+        swapped = {channels: position, position: channels}
+        out_spec = tuple(swapped.get(dim, dim) for dim in numbers.out_spec)
+        numbers = numbers._replace(out_spec=out_spec)
+        eqn = eqn.replace(params={**eqn.params, "dimension_numbers": numbers})
 
     def run(*operands: Any) -> list[Any]:
-        return [_with_features_in_place(eqn, operands, bind)]
+        (result,) = bind(eqn, operands)
+        return [result if in_place else jnp.swapaxes(result, position, channels)]
 
     whole = [PartitionSpec()] * len(arrays)
-    return list(_mapped_over_devices(run, arrays, mesh, groups, whole, [PartitionSpec()]))
+    return list(_mapped_over_devices(run, arrays, devices, whole, [PartitionSpec()]))
 
 
 def on_pieces(
     eqn: Any,
     arrays: Sequence[Any],
     bind: Bind,
-    mesh: Mesh,
-    groups: Sequence[str],
+    devices: Devices,
     rule: DimRule,
     given: Sequence[PartitionSpec | None],
 ) -> list[Any]:
     """An operator that each device runs on its pieces of the operands.
 
     Args:
-        bind, groups: as for `convolution`.
+        bind: runs an equation on operands.
         rule: the rule of the operator; factors that it reduces are not split.
         given: how the operands are split; None for one that follows the others.
     """
@@ -86,8 +103,8 @@ def on_pieces(
     def spec_of(dims: Dims) -> PartitionSpec:
         return PartitionSpec(*(cut.get(names[0], ()) for names in dims))
 
-    ins, outs = [spec_of(dims) for dims in rule.operands], [spec_of(dims) for dims in rule.results]
-    shapes = [_piece(a.shape, spec, mesh) for a, spec in zip(arrays, ins, strict=True)]
+    ins, outs = list(map(spec_of, rule.operands)), list(map(spec_of, rule.results))
+    shapes = [_piece(a.shape, spec, devices.mesh) for a, spec in zip(arrays, ins, strict=True)]
     local = eqn if eqn.primitive.name != KERNEL else kernel_on_pieces(eqn, shapes)
     if local is None:
         # The kernel's author has declared a rule that its grid alone does not allow.
@@ -95,7 +112,12 @@ def on_pieces(
 
     attends = eqn.primitive.name in ATTENTION
     round_axes = cut.get(rule.ring.factor, ()) if rule.ring is not None else ()
-    lacking = {k: _axes_lacking(rule.results[k], cut) for k in rule.summed}
+    # A result is a partial sum along mesh axes that cut a factor which leads none of its dims.
+    lacking = {}
+    for k in rule.summed:
+        leading = {names[0] for names in rule.results[k]}
+        others = [axes for name, axes in cut.items() if name not in leading]
+        lacking[k] = tuple(itertools.chain(*others))
 
     def run(*operands: Any) -> list[Any]:
         if attends and round_axes:
@@ -103,14 +125,13 @@ def on_pieces(
         results = attention_on_piece(local, operands) if attends else bind(local, operands)
         return [jax.lax.psum(r, lacking[k]) if lacking.get(k) else r for k, r in enumerate(results)]
 
-    return list(_mapped_over_devices(run, arrays, mesh, groups, ins, outs, all_axes=attends))
+    return list(_mapped_over_devices(run, arrays, devices, ins, outs, all_axes=attends))
 
 
 def split_experts(
     eqn: Any,
     arrays: Sequence[Any],
-    mesh: Mesh,
-    groups: Sequence[str],
+    devices: Devices,
     given: Sequence[PartitionSpec | None],
     wanted: Sequence[PartitionSpec],
     *,
@@ -119,32 +140,23 @@ def split_experts(
     """Experts without a capacity, of which each device computes its own; see `_experts.py`.
 
     Args:
-        groups: as for `convolution`.
         given, wanted: how the operands are split, and how the results should be.
         wide_sums: see `Pins`.
     """
     experts = experts_on_pieces(
         eqn,
-        [_axes_of_dims(spec) for spec in given],
-        [_axes_of_dims(spec) for spec in wanted],
+        list(map(_axes_of_dims, given)),
+        list(map(_axes_of_dims, wanted)),
         _scattered_dims,
         wide_sums=wide_sums,
     )
     return list(
-        _mapped_over_devices(experts.run, arrays, mesh, groups, experts.operands, experts.results)
+        _mapped_over_devices(experts.run, arrays, devices, experts.operands, experts.results)
     )
 
 
 def _axes_of_dims(spec: PartitionSpec | None) -> list[tuple[str, ...]]:
     return [axes_of(dim) for dim in spec or ()]
-
-
-def _axes_lacking(dims: Dims, cut: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Mesh axes that cut a factor which leads none of these dims: a result without the factor is a
-    partial sum along them.
-    """
-    leading = {names[0] for names in dims}
-    return tuple(itertools.chain(*(axes for name, axes in cut.items() if name not in leading)))
 
 
 def _piece(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
@@ -159,8 +171,7 @@ def scattered_product(
     eqn: Any,
     arrays: Sequence[Any],
     bind: Bind,
-    mesh: Mesh,
-    groups: Sequence[str],
+    devices: Devices,
     operands: Sequence[PartitionSpec],
     wanted: Callable[[Sequence[int]], PartitionSpec],
     *,
@@ -170,7 +181,7 @@ def scattered_product(
     reduce-scattered.
 
     Args:
-        bind, groups: as for `convolution`.
+        bind: runs an equation on operands.
         operands: how the operands are split.
         wanted: gives the wanted split for a shape of the result.
         wide_sums: see `Pins`.
@@ -181,11 +192,9 @@ def scattered_product(
     contracted, batch = eqn.params["dimension_numbers"]
     left, right = map(_axes_of_dims, operands)
     summed_axes = [left[d] for d in contracted[0]]
-    aligned = summed_axes == [right[d] for d in contracted[1]] and [left[d] for d in batch[0]] == [
-        right[d] for d in batch[1]
-    ]
-    if not aligned:
-        return None
+    for of_left, of_right in (contracted, batch):
+        if [left[d] for d in of_left] != [right[d] for d in of_right]:
+            return None
     # Dims of the result in terms of the left operand's, then of the right operand's.
     free = []
     for array, summed, shared in zip(arrays, contracted, batch, strict=True):
@@ -195,7 +204,7 @@ def scattered_product(
     result = wanted(shape)
     scattered = _scattered_dims(
         [*(left[d] for d in left_dims), *(right[d] for d in right_dims)],
-        [axes_of(dim) for dim in result],
+        _axes_of_dims(result),
         set(itertools.chain(*summed_axes)),
     )
     if not scattered:
@@ -218,7 +227,7 @@ def scattered_product(
             piece = jax.lax.psum(piece, axes) if axes else piece
         return piece.astype(dtype)
 
-    return [_shard_map(run, mesh, operands, result, groups)(*arrays)]
+    return [_shard_map(run, devices, operands, result)(*arrays)]
 
 
 def _scattered_dims(
@@ -255,22 +264,21 @@ def in_plain_order(array: Any, mesh: Mesh, split: PartitionSpec) -> Any:
 
 def _shard_map(
     run: Callable[..., Any],
-    mesh: Mesh,
+    devices: Devices,
     operands: Sequence[PartitionSpec],
     results: Any,
-    groups: Sequence[str],
     axes: Collection[str] = frozenset(),
 ) -> Callable[..., Any]:
     """`jax.shard_map` inside a `vmap`, of which JAX lets no spec mention the axis, not even where
     nothing is mapped.
 
     Args:
-        groups: as for `convolution`; the specs do not mention them.
+        operands, results: how both are split; without the groups' axes.
         axes: those to map over; by default all.
     """
     mapped = jax.shard_map(
         run,
-        mesh=mesh,
+        mesh=devices.mesh,
         in_specs=tuple(operands),
         out_specs=results,
         axis_names=set(axes),
@@ -284,6 +292,7 @@ def _shard_map(
     @alone.def_vmap
     def _in_groups(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[Any, Any]:
         dims = tuple(0 if b else None for b in batched)
+        groups = devices.groups
         names: Any = tuple(groups) if len(groups) > 1 else groups[0]
         made = jax.vmap(mapped, in_axes=dims, axis_size=size, spmd_axis_name=names)(*arrays)
         return made, jax.tree.map(lambda _: True, made)
@@ -314,16 +323,15 @@ def joined_by_sums(arrays: Sequence[Any], dim: int) -> Any:
 def _mapped_over_devices(
     run: Callable[..., list[Any]],
     arrays: Sequence[Any],
-    mesh: Mesh,
-    groups: Sequence[str],
+    devices: Devices,
     operands: Sequence[PartitionSpec],
     results: Sequence[PartitionSpec],
     all_axes: bool = False,
 ) -> Sequence[Any]:
-    """Results of `run` on each device's pieces of split arrays, by `jax.shard_map`.
+    """Results of `run` on each device's pieces of split arrays, by `jax.shard_map`; with groups, of
+    one group's arrays.
 
     Args:
-        groups: as for `convolution`; `run` then gets the pieces of one group's arrays.
         operands, results: how the arrays and the results are split.
         all_axes: map over all mesh axes, and not only over those that split an array.
     """
@@ -336,14 +344,15 @@ def _mapped_over_devices(
     ) -> Sequence[Any]:
         dims = itertools.chain(*ins, *outs)
         axes = set(map(str, itertools.chain.from_iterable(map(axes_of, dims))))
-        axes |= {str(axis) for axis in mesh.axis_names if all_axes}
+        axes |= set(axis_names(devices.mesh)) if all_axes else set()
         if not axes:
             # Along all other axes the partitioner still decides.
             return function(*given)
-        results: Sequence[Any] = _shard_map(function, mesh, ins, list(outs), (), axes)(*given)
+        alone = Devices(devices.mesh)
+        results: Sequence[Any] = _shard_map(function, alone, ins, list(outs), axes)(*given)
         return results
 
-    if not groups:
+    if not devices.groups:
         return mapped(run, operands, results, *arrays)
 
     # Under a `vmap` over groups their dim becomes one more split dim of the pieces.
@@ -360,32 +369,14 @@ def _mapped_over_devices(
                 found.append(r[None])
             return found
 
-        lead = tuple(groups)
-        ins = [
-            PartitionSpec(lead, *spec) if b else spec
-            for spec, b in zip(operands, batched, strict=True)
-        ]
+        lead = tuple(devices.groups)
+        ins = list(operands)
+        for k, spec in enumerate(operands):
+            if batched[k]:
+                ins[k] = PartitionSpec(lead, *spec)
         return mapped(run_one, ins, [PartitionSpec(lead, *spec) for spec in results], *given), [
             True
         ] * len(results)
 
     outputs: Sequence[Any] = alone(*arrays)
     return outputs
-
-
-def _with_features_in_place(eqn: Any, arrays: Sequence[Any], bind: Bind) -> Any:
-    """A convolution; a depthwise one is computed with the features of its result at the position
-    that they have in the image, and transposed.
-    """
-    numbers = eqn.params["dimension_numbers"]
-    _, channels, *_ = numbers.lhs_spec
-    out_spec = numbers.out_spec
-    one_channel = arrays[1].shape[numbers.rhs_spec[1]] == 1
-    if eqn.params["feature_group_count"] == 1 or not one_channel or out_spec[1] == channels:
-        (result,) = bind(eqn, arrays)
-        return result
-    position = out_spec[1]
-    moved = tuple(channels if d == position else position if d == channels else d for d in out_spec)
-    params = {**eqn.params, "dimension_numbers": numbers._replace(out_spec=moved)}
-    (result,) = bind(eqn.replace(params=params), arrays)
-    return jnp.swapaxes(result, position, channels)

@@ -17,6 +17,7 @@ from ...sharding import REPLICATED, Pin, Pins, Spec, dim_rule, dims_of, is_decla
 from ._apart import Apart, OwnPart
 from ._local import (
     Bind,
+    Devices,
     convolution,
     in_plain_order,
     joined_by_sums,
@@ -25,6 +26,7 @@ from ._local import (
     split_experts,
 )
 from ._mapped import differing
+from ._mesh import axis_names
 
 
 class AbstractLowering(abc.ABC):
@@ -137,7 +139,7 @@ class ConstraintLowering(AbstractLowering):
             return array
         dims = partition(self.mesh, spec, array.shape[leading:], without, minor)
         if leading:
-            groups = tuple(name for name in self.mesh.axis_names if name in without)
+            groups = tuple(axis_names(self.mesh, without))
             lead = [()] * (leading - 1) + [groups]
             dims = PartitionSpec(*lead, *dims)
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, dims))
@@ -176,7 +178,7 @@ def partition(
     """A spec as JAX writes it. Axes that do not divide a dim are left out: a micro-batch may be too
     small for them.
     """
-    names = [str(name) for name in mesh.axis_names]
+    names = axis_names(mesh)
     kept: list[tuple[str, ...]] = []
     for size, axes in zip(
         shape, dims_of(without_partial(spec), names, len(shape), minor), strict=True
@@ -270,9 +272,9 @@ class _Constrain(ReplayHook):
         mesh, without = self._lowering.mesh, self._without_of(*op.inputs, *op.outputs)
         if pin is not None and sums_scattered:
             return self._product(pin, op, arrays, bind, without)
-        groups = [str(name) for name in mesh.axis_names if name in without]
+        devices = Devices(mesh, axis_names(mesh, without))
         if op.name == "conv_general_dilated":
-            return convolution(op.eqn, arrays, bind, mesh, groups)
+            return convolution(op.eqn, arrays, bind, devices)
         given = pin.operands if pin is not None else [None] * len(arrays)
         splits = [
             s if s is None else partition(mesh, s, a.shape, without)
@@ -285,10 +287,10 @@ class _Constrain(ReplayHook):
                 for chain, minor, one in zip(pin.results, pin.minor, made, strict=True)
             ]
             return split_experts(
-                op.eqn, arrays, mesh, groups, splits, wanted, wide_sums=self._pins.wide_sums
+                op.eqn, arrays, devices, splits, wanted, wide_sums=self._pins.wide_sums
             )
         rule = dim_rule(op, self._graph, on_missing_rule=self._pins.on_missing_rule)
-        return on_pieces(op.eqn, arrays, bind, mesh, groups, rule, splits)
+        return on_pieces(op.eqn, arrays, bind, devices, rule, splits)
 
     def _join(self, pin: Pin, op: Op, arrays: Sequence[Any], bind: Bind) -> Sequence[Any]:
         """A join of arrays; a sum of padded ones where it is along a dim that is split."""
@@ -322,8 +324,7 @@ class _Constrain(ReplayHook):
             op.eqn,
             arrays,
             bind,
-            mesh,
-            [str(name) for name in mesh.axis_names if name in groups],
+            Devices(mesh, axis_names(mesh, groups)),
             operands,
             wanted,
             wide_sums=self._pins.wide_sums,
@@ -378,7 +379,8 @@ class _Constrain(ReplayHook):
             ]
             return part.operands(op, arrays, splits)
         if traits_of(op.name).adds and not held.isdisjoint(op.outputs):
-            return [
-                a if i in held else part.once(a) for i, a in zip(op.inputs, arrays, strict=True)
-            ]
+            arrays = list(arrays)
+            for k, value in enumerate(op.inputs):
+                if value not in held:
+                    arrays[k] = part.once(arrays[k])
         return arrays

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,11 @@ def make_mesh(
     grid = np.array(available[:needed], dtype=object).reshape(tuple(shape))
     # In explicit meshes, JAX's default, sharding constraints would be refused.
     return Mesh(grid, tuple(axis_names), axis_types=(AxisType.Auto,) * len(tuple(shape)))
+
+
+def axis_names(mesh: Any, among: Collection[Any] | None = None) -> list[str]:
+    """Names of a mesh's axes in their order: of all, or of those among some."""
+    return [str(name) for name in mesh.axis_names if among is None or name in among]
 
 
 def require_kernels(graph: Graph, devices: Sequence[Any]) -> None:

@@ -54,7 +54,7 @@ def attention_by_ring(eqn: Any, operands: Sequence[Any], axes: Sequence[str]) ->
     )
     given = (*operands[: _VALUE + 1], *operands[_GIVEN_FORWARD:])
     if ring.is_causal:
-        given = tuple(ring.balanced(x) for x in given)
+        given = tuple(map(ring.balanced, given))
     results = ring.backward(*given) if len(given) > _VALUE + 1 else ring.forward(*given)
     if ring.is_causal:
         results = tuple(ring.balanced(x, back=True) for x in results)

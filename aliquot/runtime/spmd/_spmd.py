@@ -31,6 +31,7 @@ from ...sharding import (
 )
 from ._apart import kept_apart
 from ._lowering import AbstractLowering, ConstraintLowering, partition
+from ._mesh import axis_names
 from ._totals import Totals
 
 
@@ -73,18 +74,10 @@ def build_program(
         casts_once: whether parameters are cast before the first micro-batch (`StagePlan`).
     """
     lowering = ConstraintLowering(mesh=mesh, pins=pins)
-    in_shardings = tuple(
-        _sharding(mesh, spec, graph.values[item.value])
-        for item, spec in zip(graph.inputs, pins.inputs, strict=True)
-    )
-    out_shardings = tuple(
-        _sharding(
-            mesh,
-            spec,
-            graph.values[output.value] if isinstance(output.value, int) else output.value,
-        )
-        for output, spec in zip(graph.outputs, pins.outputs, strict=True)
-    )
+    ins = [graph.values[item.value] for item in graph.inputs]
+    outs = [graph.values[o.value] if isinstance(o.value, int) else o.value for o in graph.outputs]
+    in_shardings = _shardings(mesh, pins.inputs, ins)
+    out_shardings = _shardings(mesh, pins.outputs, outs)
     run: Callable[..., list[Any]]
     if micro_batches is None or micro_batches.num_micro_batches == 1:
 
@@ -94,40 +87,39 @@ def build_program(
     else:
         axes = tuple(data_axes), tuple(context_axes)
         run = _Loop(micro_batches, lowering, mesh, pins, axes, casts_once)
-    donated = tuple(
-        position
-        for position, item in enumerate(graph.inputs)
-        if item.output is not None
+    donated = []
+    for position, item in enumerate(graph.inputs):
         # A buffer is reused only for a result of the same split, shape and dtype; for others JAX
         # would warn.
-        and in_shardings[position] == out_shardings[item.output]
-        and _alike(graph, item.value, graph.outputs[item.output].value)
-    )
+        if item.output is not None and in_shardings[position] == out_shardings[item.output]:
+            old, new = ins[position], outs[item.output]
+            if isinstance(new, Value) and (old.shape, old.dtype) == (new.shape, new.dtype):
+                donated.append(position)
     jitted = jax.jit(
         run,
         in_shardings=in_shardings,
         out_shardings=list(out_shardings),
-        donate_argnums=donated,
+        donate_argnums=tuple(donated),
         # Unused inputs keep their place, so that arguments stand in the order of the step's inputs.
         keep_unused=True,
     )
     return Program(
-        jitted=jitted, in_shardings=in_shardings, out_shardings=out_shardings, donated=donated
+        jitted=jitted,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donated=tuple(donated),
     )
 
 
-def _sharding(mesh: Mesh, spec: Spec, array: Value | Literal) -> NamedSharding:
-    """The sharding of an input or output, in the memory in which it lies."""
-    dims = partition(mesh, spec, array.shape)
-    return NamedSharding(mesh, dims, memory_kind=memory_kind(array))
-
-
-def _alike(graph: Graph, value: ValueId, successor: Any) -> bool:
-    """True if a successor can live in its predecessor's buffer."""
-    if not isinstance(successor, int):
-        return False
-    a, b = graph.values[value], graph.values[successor]
-    return (a.shape, a.dtype) == (b.shape, b.dtype)
+def _shardings(
+    mesh: Mesh, specs: Sequence[Spec], arrays: Sequence[Value | Literal]
+) -> tuple[NamedSharding, ...]:
+    """The shardings of inputs or outputs, each in the memory in which it lies."""
+    found = []
+    for spec, array in zip(specs, arrays, strict=True):
+        dims = partition(mesh, spec, array.shape)
+        found.append(NamedSharding(mesh, dims, memory_kind=memory_kind(array)))
+    return tuple(found)
 
 
 class _Loop:
@@ -144,15 +136,14 @@ class _Loop:
     ) -> None:
         data_axes, context_axes = axes
         self._plan, self._lowering = plan, lowering
-        self._axes = tuple(str(name) for name in mesh.axis_names if name in data_axes)
+        self._axes = tuple(axis_names(mesh, data_axes))
         self._without = frozenset(self._axes) if plan.num_groups > 1 else frozenset()
         self._layout = _layout(plan, pins, mesh, self._without)
         self._graphs = cut_graph(plan, self._layout)
         if casts_once and plan.phased is None:
             self._graphs = cast_once(self._graphs)
-        self._specs = {
-            item.value: spec for item, spec in zip(plan.whole.inputs, pins.inputs, strict=True)
-        }
+        self._inputs = [item.value for item in plan.whole.inputs]
+        self._specs = dict(zip(self._inputs, pins.inputs, strict=True))
         body, crossing = self._graphs.body, self._graphs.crossing
         summed = frozenset(v for v in crossing if plan.is_summed(v))
         self._apart = kept_apart(pins, mesh, context_axes, [(body, summed)])
@@ -174,7 +165,7 @@ class _Loop:
         """
         parts, layout = self._graphs, self._layout
         early = self._lowering.replay(parts.early, flat) if parts.early_values else []
-        known = dict(zip([i.value for i in self._plan.whole.inputs], flat, strict=True))
+        known = dict(zip(self._inputs, flat, strict=True))
         known |= self._plan.whole.constants
         known |= dict(zip(parts.early_values, early, strict=True))
         slices = [self._cut(known[value], value, dim) for value, dim in parts.sliced]
@@ -214,13 +205,11 @@ class _Loop:
         parts, groups = self._graphs, self._layout.groups
         outside = dict(zip(parts.inside, parts.early_values, strict=True))
         order = [i.value for i in parts.body.inputs]
-        sliced = {value for value, _ in parts.sliced}
+        sliced = [value for value, _ in parts.sliced]
         given = [v for v in order if outside.get(v, v) in sliced]
 
         def run(group: Any, arrays_of_group: Sequence[Any]) -> list[Any]:
-            arrays = known | dict(
-                zip([value for value, _ in parts.sliced], arrays_of_group, strict=True)
-            )
+            arrays = known | dict(zip(sliced, arrays_of_group, strict=True))
             arrays |= {parts.group: group, parts.micro_batch: micro_batch}
             inputs = [arrays[outside.get(v, v)] for v in order]
             return self._lowering.replay(

@@ -15,6 +15,7 @@ from ...graph import ValueId
 from ...sharding import Layout, MicroBatchPlan, Pins, Spec, TimeKind, TotalConstraints
 from ._apart import Apart
 from ._lowering import AbstractLowering
+from ._mesh import axis_names
 
 _REDUCE: dict[TimeKind, Callable[..., Any]] = {
     TimeKind.MAX: jnp.max,
@@ -55,11 +56,8 @@ class Totals:
         constraints: dict[ValueId, TotalConstraints] = dict(pins.totals)
         for op in graph.ops:
             pin = pins.of(op)
-            chain = (
-                constraints.get(op.inputs[0], ())
-                if op.inputs and isinstance(op.inputs[0], int)
-                else ()
-            )
+            first = op.inputs[0] if op.inputs else None
+            chain = constraints.get(first, ()) if isinstance(first, int) else ()
             if chain and op.name in ("convert_element_type", "transpose") and op.outputs[0] >= 0:
                 order = op.params.get("permutation", range(len(graph.values[op.outputs[0]].shape)))
                 places = {dim: place for place, dim in enumerate(order)}
@@ -67,11 +65,9 @@ class Totals:
                     (tuple(places.get(p, p) for p in spec), minor) for spec, minor in chain
                 )
             if pin is not None:
-                constraints |= {
-                    out: chain
-                    for out, chain in zip(op.outputs, pin.totals, strict=True)
-                    if out >= 0 and chain
-                }
+                for out, own in zip(op.outputs, pin.totals, strict=True):
+                    if out >= 0 and own:
+                        constraints[out] = own
         object.__setattr__(self, "constraints", constraints)
 
     def is_summed(self, value: ValueId) -> bool:
@@ -141,7 +137,7 @@ class Totals:
         """The sum of totals that are apart: first along the axes that split the sum, then along the
         others. If all were summed at once, XLA would all-reduce the whole array.
         """
-        names = [str(name) for name in self.mesh.axis_names]
+        names = axis_names(self.mesh)
         axes = [name for name in names if name in summed]
         scattered = [k for k, name in enumerate(axes) if spec[names.index(name)] >= 0]
         # Sums along all axes, or along none, need no second step.

@@ -26,6 +26,7 @@ from ._hosts import shutdown as shutdown
 from ._own_block import Block as Block
 from ._own_block import devices_by_block as devices_by_block
 from ._own_block import own_block as own_block
+from ._own_block import slices_in as slices_in
 from ._pieces import PiecedArray as PiecedArray
 from ._pieces import Rows as Rows
 from ._pieces import cut_leaves as cut_leaves

@@ -73,11 +73,12 @@ def compare_calls(calls: dict[int, Call]) -> str:
         calls: of some or all processes.
     """
     (first, reference), *others = calls.items()
-    problems = [
-        f"process {k} goes on with {call.what}, process {first} with {reference.what}"
-        for k, call in others
-        if call.what != reference.what
-    ]
+    problems = []
+    for k, call in others:
+        if call.what != reference.what:
+            problems.append(
+                f"process {k} goes on with {call.what}, process {first} with {reference.what}"
+            )
     if not problems:
         problems = differences({k: call.given for k, call in calls.items()})
     return str(mismatch(problems, f" ({reference.what})")) if problems else ""

@@ -30,7 +30,8 @@ from ._given import Given, differences
 from ._settings import settings_lines
 from ._watchdog import watched
 
-_SHOWN = 3
+# Lines that are shown, and characters of them.
+_SHOWN, _MOST = 3, 180
 _OPERATORS = "operators in its traced step"
 # In lines of a plan's decisions: where the state lies.
 _PLACES = ("inputs[", ".axis_names", ".first_device", ".mesh_shape", ".shardings")
@@ -50,9 +51,9 @@ def agree(
             the lines.
     """
     # Only digests are exchanged at first: the texts of a large step are long.
-    digests = {
-        name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in parts.items()
-    }
+    digests = {}
+    for name, lines in parts.items():
+        digests[name] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     digests_of_all = exchange(digests, dict[str, str])
     different: dict[str, list[int]] = {}
     for name in dict.fromkeys(itertools.chain(*digests_of_all)):
@@ -76,12 +77,11 @@ def agree(
         texts = [text for k in odd[: _SHOWN + 1] if (text := show(k))]
         told[name] = texts[:_SHOWN] + ["..."] * (len(texts) > _SHOWN)
     told_by_all = exchange(told, dict[str, list[str]])
-    raise mismatch(
-        [
-            _difference(name, others, told_by_all[0][name], told_by_all[others[0]][name])
-            for name, others in different.items()
-        ]
-    )
+    problems = []
+    for name, others in different.items():
+        first_lines, other_lines = told_by_all[0][name], told_by_all[others[0]][name]
+        problems.append(_difference(name, others, first_lines, other_lines))
+    raise mismatch(problems)
 
 
 def _difference(
@@ -93,13 +93,12 @@ def _difference(
         f"process{'es' * several} {', '.join(map(str, others))} {'have' if several else 'has'}"
         f" other {name} than process 0"
     )
-    sides = {0: "; ".join(first), others[0]: "; ".join(other)}
-    shown = "; ".join(f"process {k}: {_cut(text)}" for k, text in sides.items() if text)
-    return f"{who}: {shown or 'the same in another order or nesting'}"
-
-
-def _cut(text: str, most: int = 180) -> str:
-    return text if len(text) <= most else f"{text[:most]} ..."
+    shown = []
+    for k, text in ((0, "; ".join(first)), (others[0], "; ".join(other))):
+        if text:
+            cut = f"{text[:_MOST]} ..." if len(text) > _MOST else text
+            shown.append(f"process {k}: {cut}")
+    return f"{who}: {'; '.join(shown) or 'the same in another order or nesting'}"
 
 
 def agree_on_step(graph: Graph, plan: Plan | None) -> None:
@@ -165,14 +164,17 @@ def agree_on_init(
         called = f"({eqn.params['name']})" if "name" in eqn.params else ""
         return _shown(f"{eqn.primitive.name}{called}", operands, equation_line(eqn))
 
+    given = []
+    for path, value in statics.items():
+        # As text that is the same in all processes.
+        is_plain = value is None or isinstance(value, bool | int | float | str)
+        given.append(f"{path} = {repr(value) if is_plain else f'a {type(value).__qualname__}'}")
     agree(
         {
             **_surroundings(),
             name: [line for line, _ in lines],
             "arrays that the function given to step.init holds": constant_lines(constants),
-            "arguments of step.init that are no arrays": [
-                f"{path} = {_plain(value)}" for path, value in statics.items()
-            ],
+            "arguments of step.init that are no arrays": given,
             # The rest of the plan is compared with the traced step: where that differs, the plan
             # may differ too.
             "decisions in its plan": []
@@ -222,10 +224,3 @@ def constant_lines(constants: Iterable[Any]) -> list[str]:
         else:
             lines.append(f"array {k}, {given} (digest {' '.join(given.digests.values())})")
     return lines
-
-
-def _plain(value: Any) -> str:
-    """A value that is no array as text that is the same in all processes."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)
-    return f"a {type(value).__qualname__}"

@@ -22,7 +22,7 @@ from jax.sharding import Sharding
 
 from ._arrays import keys_from, words, words_of
 from ._channels import Channels
-from ._own_block import Block, devices_by_block
+from ._own_block import Block, devices_by_block, slices_in
 
 
 class _Piece(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ def plan_host_move(
         processes that are to have parts. None if this process has nothing to do.
     """
     this_process = jax.process_index()
-    plain = [words_of(described) for described in structs]
+    plain = list(map(words_of, structs))
     sends: dict[int, list[_Piece]] = {}
     arriving: dict[int, list[_Piece]] = {}
     for k, (described, by_process) in enumerate(zip(plain, targets, strict=True)):
@@ -85,24 +85,24 @@ def plan_host_move(
             for shard in words(arrays[k]).addressable_shards:
                 shards[k, shard.device] = shard.data
         for process, group in sends.items():
-            mine = [(shards[p.array, p.device], _slices(p.block, p.within)) for p in group]
+            mine = [(shards[p.array, p.device], slices_in(p.block, p.within)) for p in group]
             channels.send(process, functools.partial(_cut, mine))
         if together is None:
             return []
-        received = {
+        received: dict[tuple[int, Block, Block], np.ndarray[Any, Any]] = {}
+        for p in local:
             # Copied, because the new shard must not share the old buffer, which may be donated.
-            (p.array, p.goal, p.block): np.array(
-                np.asarray(shards[p.array, p.device])[_slices(p.block, p.within)]
-            )
-            for p in local
-        }
+            held = np.asarray(shards[p.array, p.device])[slices_in(p.block, p.within)]
+            received[p.array, p.goal, p.block] = np.array(held)
         del shards
         for process, group in arriving.items():
-            sizes = [_num_bytes(p.block, plain[p.array].dtype) for p in group]
+            shapes = [tuple(b - a for a, b in p.block) for p in group]
+            dtypes = [np.dtype(plain[p.array].dtype) for p in group]
+            sizes = [math.prod(s) * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
             data, start = channels.receive(process, sum(sizes)), 0
-            for p, size in zip(group, sizes, strict=True):
-                part = data[start : start + size].view(plain[p.array].dtype)
-                received[p.array, p.goal, p.block] = part.reshape([b - a for a, b in p.block])
+            for p, shape, dtype, size in zip(group, shapes, dtypes, sizes, strict=True):
+                part = data[start : start + size].view(dtype).reshape(shape)
+                received[p.array, p.goal, p.block] = part
                 start += size
         return together(received)
 
@@ -185,19 +185,8 @@ def _filled(goal: Block, parts: Mapping[Block, Any], dtype: Any) -> np.ndarray[A
         return filled
     filled = np.empty([b - a for a, b in goal], dtype)
     for block, data in parts.items():
-        filled[_slices(block, goal)] = data
+        filled[slices_in(block, goal)] = data
     return filled
-
-
-def _slices(block: Block, within: Block) -> tuple[slice, ...]:
-    return tuple(
-        slice(a - start, b - start) for (a, b), (start, _) in zip(block, within, strict=True)
-    )
-
-
-def _num_bytes(block: Block, dtype: Any) -> int:
-    size: int = np.dtype(dtype).itemsize
-    return math.prod(b - a for a, b in block) * size
 
 
 def _cut(held: Sequence[tuple[Any, tuple[slice, ...]]]) -> list[np.ndarray[Any, Any]]:

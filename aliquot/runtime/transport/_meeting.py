@@ -219,11 +219,13 @@ def _misfit(own_hello: Hello, hello: Hello, joined: Mapping[int, Hello]) -> str:
             f"two processes have the number {hello.process}: {other} and {hello}. Give each its own"
             " process_id; where two runs use one address, give each a port or a run_id of its own."
         )
-    different = [
-        f"{name} {hello.versions.get(name)} in process {hello.process}, {version} in process 0"
-        for name, version in own_hello.versions.items()
-        if hello.versions.get(name) != version
-    ]
+    different = []
+    for name, version in own_hello.versions.items():
+        other_version = hello.versions.get(name)
+        if other_version != version:
+            different.append(
+                f"{name} {other_version} in process {hello.process}, {version} in process 0"
+            )
     if different:
         return (
             f"the processes have different versions: {'; '.join(different)}. Install the same in"

@@ -29,6 +29,14 @@ def devices_by_block(
     return tuple(found.items())
 
 
+def slices_in(block: Block, within: Block) -> tuple[slice, ...]:
+    """Where a block lies in one that holds it."""
+    return tuple(
+        slice(first - start, last - start)
+        for (first, last), (start, _) in zip(block, within, strict=True)
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def own_block(homes: Sequence[Sharding], shape: Sequence[int]) -> tuple[slice, ...]:
     """The smallest block of an array that holds all that this process's devices need; empty if they

@@ -90,7 +90,7 @@ class PiecedArray:
                 "The pieces of a PiecedArray lie apart: they cannot be read as one array without a"
                 " copy."
             )
-        whole = np.concatenate([gather(piece) for piece in self.pieces])
+        whole = np.concatenate(list(map(gather, self.pieces)))
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
     def __jax_array__(self) -> jax.Array:
@@ -102,14 +102,12 @@ class PiecedArray:
         return keys
 
     def __repr__(self) -> str:
-        rows = zip(itertools.pairwise(self.bounds), self.pieces, strict=True)
-        where = ", ".join(f"rows {a}:{b} on {_devices(piece)}" for (a, b), piece in rows)
-        return f"PiecedArray({self.dtype}{list(self.shape)}, {where})"
-
-
-def _devices(piece: jax.Array) -> str:
-    devices = sorted(piece.devices(), key=lambda device: device.id)
-    return str(devices[0]) if len(devices) == 1 else f"{len(devices)} devices from {devices[0]}"
+        where = []
+        for (a, b), piece in zip(itertools.pairwise(self.bounds), self.pieces, strict=True):
+            devices = sorted(piece.devices(), key=lambda device: device.id)
+            several = f"{len(devices)} devices from " if len(devices) > 1 else ""
+            where.append(f"rows {a}:{b} on {several}{devices[0]}")
+        return f"PiecedArray({self.dtype}{list(self.shape)}, {', '.join(where)})"
 
 
 class Rows(NamedTuple):
@@ -207,9 +205,8 @@ def cut_leaves(
                 f"{path} has {leaf.shape[0]} rows, and its {stop} rows lie on several stages. Pass"
                 " all of it in every process, or make it with `step.init`."
             )
-        cut += [
-            leaf if piece.stop is None else leaf[piece.start : piece.stop] for piece in leaf_pieces
-        ]
+        for piece in leaf_pieces:
+            cut.append(leaf if piece.stop is None else leaf[piece.start : piece.stop])
     return cut
 
 

@@ -39,6 +39,18 @@ class _Cut(msgspec.Struct, frozen=True):
     count: int
     length: int
 
+    @classmethod
+    def of(cls, struct: Any, count: int) -> _Cut:
+        """The cut of an array into `count` pieces, or none where it is small."""
+        shape = tuple(struct.shape)
+        num_bytes = math.prod(shape) * np.dtype(struct.dtype).itemsize
+        if not shape or num_bytes < WORTH_CUTTING_BYTES:
+            return cls(shape, struct.dtype, 0, 1, 0)
+        # A dim that divides evenly needs no padding; otherwise the longest is padded least.
+        even = [d for d, size in enumerate(shape) if size % count == 0]
+        dim = even[0] if even else max(range(len(shape)), key=shape.__getitem__)
+        return cls(shape, struct.dtype, dim, count, -(-shape[dim] // count))
+
     @property
     def piece(self) -> tuple[int, ...]:
         """Shape of a piece as one row: a dim of size 1, then the cut dim, then the others."""
@@ -102,7 +114,7 @@ def plan_route(
         ends.append(NamedSharding(Mesh(devices, ("device",)), PartitionSpec("device")))
     senders, receivers = ([*end.mesh.devices.flat] for end in ends)
     process = jax.process_index()
-    cuts = [_cut(words_of(struct), max(len(senders), len(receivers))) for struct in structs]
+    cuts = [_Cut.of(words_of(struct), max(len(senders), len(receivers))) for struct in structs]
     legs = _legs(cuts, senders, receivers)
     take = _taker(cuts, ends[0], senders, process)
     give = _giver(structs, cuts, ends[1], receivers, targets, process)
@@ -132,19 +144,6 @@ def plan_route(
     return move
 
 
-def _cut(struct: Any, count: int) -> _Cut:
-    shape, num_bytes = (
-        tuple(struct.shape),
-        math.prod(struct.shape) * np.dtype(struct.dtype).itemsize,
-    )
-    if not shape or num_bytes < WORTH_CUTTING_BYTES:
-        return _Cut(shape, struct.dtype, 0, 1, 0)
-    # A dim that divides evenly needs no padding; otherwise the longest is padded least.
-    even = [d for d, size in enumerate(shape) if size % count == 0]
-    dim = even[0] if even else max(range(len(shape)), key=shape.__getitem__)
-    return _Cut(shape, struct.dtype, dim, count, -(-shape[dim] // count))
-
-
 def _legs(cuts: Sequence[_Cut], senders: Sequence[Any], receivers: Sequence[Any]) -> list[_Leg]:
     """All pairs of devices that exchange pieces, in an order that is the same in every process."""
     between: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -153,9 +152,10 @@ def _legs(cuts: Sequence[_Cut], senders: Sequence[Any], receivers: Sequence[Any]
         for piece in range(cut.count):
             between.setdefault((piece // each[0], piece // each[1]), []).append((array, piece))
     # Sorted, so that all processes issue the transfers in the same order.
-    return [
-        _Leg(senders[a], receivers[b], tuple(pieces)) for (a, b), pieces in sorted(between.items())
-    ]
+    legs = []
+    for (a, b), pieces in sorted(between.items()):
+        legs.append(_Leg(senders[a], receivers[b], tuple(pieces)))
+    return legs
 
 
 def _taker(
@@ -165,12 +165,12 @@ def _taker(
     here = {device: k for k, device in enumerate(senders) if device.process_index == process}
     if not here:
         return lambda arrays: {}
-    apart = jax.jit(
-        lambda arrays: [
-            cut.apart(words(x), len(senders)) for cut, x in zip(cuts, arrays, strict=True)
-        ],
-        out_shardings=[[end] * cut.on_each(len(senders)) for cut in cuts],
-    )
+
+    def rows_of(arrays: Sequence[Any]) -> list[list[Any]]:
+        return [cut.apart(words(x), len(senders)) for cut, x in zip(cuts, arrays, strict=True)]
+
+    ends = [[end] * cut.on_each(len(senders)) for cut in cuts]
+    apart = jax.jit(rows_of, out_shardings=ends)
 
     def take(arrays: Sequence[Any]) -> dict[tuple[int, int], Any]:
         held = {}
@@ -200,8 +200,10 @@ def _giver(
         return lambda arrived: []
 
     def join(rows: Sequence[Sequence[Any]]) -> list[Any]:
-        joined = [cut.together(process) for cut, process in zip(cuts, rows, strict=True)]
-        return [keys_from(x, described) for x, described in zip(joined, structs, strict=True)]
+        joined = []
+        for cut, pieces, described in zip(cuts, rows, structs, strict=True):
+            joined.append(keys_from(cut.together(pieces), described))
+        return joined
 
     together = jax.jit(join, out_shardings=list(targets))
     # Padding in the place of pieces that do not exist: the last devices may get fewer than the

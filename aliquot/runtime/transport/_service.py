@@ -10,7 +10,6 @@ from __future__ import annotations
 import hmac
 import itertools
 import time
-from functools import cache
 from typing import Any
 
 from ...graph import coordination_client
@@ -20,6 +19,8 @@ from ._secret import digest
 _PROOF_BYTES = 32
 #: For a whole exchange. A process that dies meanwhile is noticed by JAX.
 _WAIT_S = 24 * 3600
+# Of the exchanges of this process.
+_numbers = itertools.count(1)
 
 
 def exchange_by(key: bytes, value: Value, kind: type[Value]) -> list[Value]:
@@ -27,7 +28,7 @@ def exchange_by(key: bytes, value: Value, kind: type[Value]) -> list[Value]:
     if coordination_client() is None:
         return [value]
     # Numbered, as all processes call it in the same order.
-    return exchange_under(key, f"exchange {next(_numbers())}", value, kind, _WAIT_S)
+    return exchange_under(key, f"exchange {next(_numbers)}", value, kind, _WAIT_S)
 
 
 def exchange_under(
@@ -40,9 +41,10 @@ def exchange_under(
     _, _, process, count = joined
     leave_value(key, f"{name} of {count}, process {process}", value)
     deadline = time.monotonic() + timeout_s
-    return [
-        find_value(key, f"{name} of {count}, process {k}", kind, deadline) for k in range(count)
-    ]
+    values = []
+    for k in range(count):
+        values.append(find_value(key, f"{name} of {count}, process {k}", kind, deadline))
+    return values
 
 
 def leave_value(key: bytes, name: str, value: Any) -> None:
@@ -81,8 +83,3 @@ def _client() -> Any:
     joined = coordination_client()
     assert joined is not None
     return joined[0]
-
-
-@cache
-def _numbers() -> itertools.count[int]:
-    return itertools.count(1)

@@ -85,16 +85,12 @@ def plan_move(
     spans = len(senders) > 1 or len(receivers) > 1
     if spans and (senders & receivers or source.mesh.devices.size != target.mesh.devices.size):
         return plan_route(structs, targets)
-    plain = [words_of(described) for described in structs]
+    plain = list(map(words_of, structs))
     wires = [_wire(s, t, spans) for s, t in zip(plain, targets, strict=True)]
-    goals = [wire.target for wire in wires]
-    stubs = (
-        []
-        if process in senders
-        else [stub(s.shape, w.source, s.dtype) for s, w in zip(plain, wires, strict=True)]
-    )
     if process in senders:
         return _sender(structs, plain, wires)
+    goals = [wire.target for wire in wires]
+    stubs = [stub(s.shape, w.source, s.dtype) for s, w in zip(plain, wires, strict=True)]
     if process not in receivers:
         return lambda *_: jax.device_put(stubs, goals)[:0]
     return _receiver(structs, stubs, wires, targets)
@@ -104,12 +100,11 @@ def _sender(structs: Sequence[Any], plain: Sequence[Any], wires: Sequence[Wire])
     """The sender's part of a transfer: give the arrays the shardings of their wires, then offer
     them.
     """
-    goals = [wire.target for wire in wires]
-    changed = [
-        k
-        for k, (s, w) in enumerate(zip(plain, wires, strict=True))
-        if not s.sharding.is_equivalent_to(w.source, len(s.shape)) or s is not structs[k]
-    ]
+    goals, changed = [], []
+    for k, (s, w) in enumerate(zip(plain, wires, strict=True)):
+        goals.append(w.target)
+        if not s.sharding.is_equivalent_to(w.source, len(s.shape)) or s is not structs[k]:
+            changed.append(k)
     if not changed:
         # `[:0]`: nothing of what arrives elsewhere is kept here.
         return lambda *arrays: jax.device_put(list(arrays), goals)[:0]
@@ -142,9 +137,8 @@ def _receiver(
     def receive(*_: Any) -> Sequence[Any]:
         received: list[Any] = jax.device_put(stubs, goals)
         if changed:
-            for k, array in zip(
-                changed, jax.device_put([received[k] for k in changed], last), strict=True
-            ):
+            moved = jax.device_put([received[k] for k in changed], last)
+            for k, array in zip(changed, moved, strict=True):
                 received[k] = array
         for k in keys:
             received[k] = keys_from(received[k], structs[k])
@@ -170,10 +164,10 @@ def _wire(described: Any, target: NamedSharding, spans: bool) -> Wire:
         spec = PartitionSpec(*[None] * dims[0], "parts")
     else:
         parts, spec = 1, PartitionSpec()
-    ends = [
-        NamedSharding(Mesh(mesh.devices.reshape(-1)[:parts], ("parts",)), spec)
-        for mesh in (source.mesh, target.mesh)
-    ]
+    ends = []
+    for mesh in (source.mesh, target.mesh):
+        cut = Mesh(mesh.devices.reshape(-1)[:parts], ("parts",))
+        ends.append(NamedSharding(cut, spec))
     return Wire(*ends)
 
 
@@ -181,9 +175,7 @@ def _num_parts(shape: Sequence[int], sharding: NamedSharding) -> int:
     """Number of different parts of an array on the devices."""
     if 0 in shape:
         return 1
-    return math.prod(
-        size // part for size, part in zip(shape, sharding.shard_shape(tuple(shape)), strict=True)
-    )
+    return math.prod(shape) // math.prod(sharding.shard_shape(tuple(shape)))
 
 
 def _like(form: NamedSharding, mesh: Any) -> NamedSharding:

@@ -345,8 +345,14 @@ def end_at_once(code: int) -> NoReturn:
     """End this process without the exit handlers of Python and XLA, whose threads may wait for
     ever.
     """
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+
     # Flushing may wait for a reader that is gone.
-    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing = threading.Thread(target=flush, daemon=True)
     flushing.start()
     flushing.join(1)
     os._exit(code)
@@ -430,9 +436,3 @@ def _is_stopped(pid: int) -> bool:
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     return False
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()

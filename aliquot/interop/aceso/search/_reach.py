@@ -164,7 +164,14 @@ class _Reaches:
             space = self._spaces[n]
             held = np.array(self._held[: self._problem.num_devices - n + 1])
             self._costs[n] = []
-            for states in _reachable_states(space, self._problem.chain.resharding):
+            # The states that operators of one stage may have together: all, or those of one pair of
+            # degrees.
+            together = [np.arange(len(space.states))]
+            if not self._problem.chain.resharding:
+                pairs = np.array([state[:2] for state in space.states])
+                degrees = dict.fromkeys(map(tuple, pairs.tolist()))
+                together = [np.flatnonzero((pairs == each).all(axis=1)) for each in degrees]
+            for states in together:
                 costs = _Costs.make(
                     space,
                     states,
@@ -184,17 +191,6 @@ class _Reaches:
             least = np.where(space.valid, reserved, np.inf).min(axis=1)[space.kinds]
             sides.append(sliding_window_view(least, self._window).max(axis=1))
         return float((sides[0] + sides[1]).min())
-
-
-def _reachable_states(space: StageSpace, resharding: bool) -> list[Integers]:
-    """The states that operators of one stage may have together: all, or those of one pair of
-    degrees.
-    """
-    if resharding:
-        return [np.arange(len(space.states))]
-    degrees = dict.fromkeys(state[:2] for state in space.states)
-    of_states = np.array([state[:2] for state in space.states])
-    return [np.flatnonzero((of_states == each).all(axis=1)) for each in degrees]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -69,7 +69,12 @@ def read_problem(
     settings.pop("measured_as", None)
     if num_layers is not None:
         settings["num_layers"] = num_layers
-    elif not _repeats_known(description, settings):
+    elif any(
+        isinstance(group, dict)
+        and isinstance(group.get("repeat"), str)
+        and group["repeat"] not in settings
+        for group in description.get("groups", ())
+    ):
         raise InputError(f"{model} {size} has no number of layers of its own. Give --num-layers.")
     problem = SearchProblem(
         chain=make_chain(description, settings),
@@ -97,10 +102,3 @@ def _settings(description: Any, model: str, size: str, *, own: bool) -> dict[str
         f"{model} has no size {size!r}. Sizes are {', '.join(sizes)}; others need --num-layers, or"
         " --chain."
     )
-
-
-def _repeats_known(description: Any, settings: dict[str, Any]) -> bool:
-    repeats = [
-        group.get("repeat", 1) for group in description.get("groups", ()) if isinstance(group, dict)
-    ]
-    return all(not isinstance(repeat, str) or repeat in settings for repeat in repeats)

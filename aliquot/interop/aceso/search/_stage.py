@@ -94,8 +94,12 @@ def solve_stage(
         stretch = replace(stretch, entered=0)
     left = 1 if stretch.last == len(space.kinds) else stretch.left
     best = StageAnswer(time_us=np.inf, bound_us=ceiling_us)
-    for degree, leaves in _exits(space, space.leaves_us[left, space.kinds[stretch.last - 1]]):
-        allowed = np.array([degree in (None, tp) for tp, *_ in space.states])
+    # Transfers out of the stage depend on the tensor degree of its first operator, or do not.
+    ways = space.leaves_us[left, space.kinds[stretch.last - 1]]
+    are_equal = bool((ways == ways[:, :1]).all())
+    for k, degree in enumerate(space.tensor_degrees[: 1 if are_equal else None]):
+        leaves = ways[:, k]
+        allowed = np.array([are_equal or degree == tp for tp, *_ in space.states])
         ceiling = min(best.time_us, ceiling_us)
         labels = _Labels(space, stretch, leaves, allowed, memory_limit_mb)
         answer = labels.solve(ceiling, rate_us_per_mb, max_labels)
@@ -103,15 +107,6 @@ def solve_stage(
         best = answer if answer.time_us < best.time_us else best
         best = replace(best, bound_us=bound)
     return replace(best, closed=best.bound_us >= ceiling_us)
-
-
-def _exits(space: StageSpace, leaves: Floats) -> list[tuple[int | None, Floats]]:
-    """Times of the transfer out of the stage, by the tensor degree of its first operator; one entry
-    if they are equal.
-    """
-    if (leaves == leaves[:, :1]).all():
-        return [(None, leaves[:, 0])]
-    return [(degree, leaves[:, k]) for k, degree in enumerate(space.tensor_degrees)]
 
 
 class _Labels:
