@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ._api import parallelize, plan
 from .cluster import Cluster
 from .core import InputError
-from .planners import AbstractMethod, ManualParallel
+from .planners import ManualParallel
 from .plans import Plan
 
 if TYPE_CHECKING:
@@ -78,8 +78,6 @@ class Generator:
         vocabulary: int | None = None,
         sampling: Sampling | None = None,
         decode_plan: Plan | None = None,
-        cluster: Cluster | None = None,
-        method: AbstractMethod | None = None,
         devices: Sequence[Any] | None = None,
         **options: Any,
     ) -> None:
@@ -91,8 +89,8 @@ class Generator:
                 up; by default the model's own.
             sampling: how tokens are drawn; by default the most likely one is taken.
             decode_plan: made earlier, by a generator of the same model; by default it is made.
-            cluster, method, options: as for `aliquot.plan`, for plans that are made here.
             devices: as for `aliquot.parallelize`.
+            options: as for `aliquot.plan`, for plans that are made here.
 
         Raises:
             InfeasibleError, InputError: as `aliquot.plan` does.
@@ -106,23 +104,19 @@ class Generator:
         arrays = self._drawn(np.zeros(model.prompt["length"].shape, np.int32))
         drawn = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
         token, prompt = {**model.token, **drawn}, {**model.prompt, **drawn}
-        self.plan = decode_plan or plan(
-            decode, model.params, model.cache, token, cluster=cluster, method=method, **options
-        )
-        cluster = Cluster.from_dict(self.plan.cluster)
+        self.plan = decode_plan or plan(decode, model.params, model.cache, token, **options)
+        options["cluster"] = Cluster.from_dict(self.plan.cluster)
         if not self.plan.is_pipeline:
             (stage,) = self.plan.stages
             specs = {}
             for path, dims in stage.shardings.items():
                 if path.startswith(("params", "cache")):
                     specs[path] = tuple(axes or None for axes in dims)
-            method = ManualParallel(
+            options["method"] = ManualParallel(
                 specs=specs, mesh_shape=stage.mesh_shape, axis_names=stage.axis_names
             )
             options["num_micro_batches"] = self.plan.num_micro_batches
-        first = plan(
-            prefill, model.params, model.cache, prompt, cluster=cluster, method=method, **options
-        )
+        first = plan(prefill, model.params, model.cache, prompt, **options)
         self._decode: Step = parallelize(decode, self.plan, devices=devices)
         self._prefill: Step = parallelize(prefill, first, devices=devices)
         self._decode.prepare(model.params, model.cache, token)

@@ -112,6 +112,7 @@ def import_plan(
         from ..core import listing, version_of
         from ..graph import capture
         from ..interop.aceso import configuration_faults, plan_of, read_configuration
+        from ..planners import Task
         from ..zoo import MODELS
         from ._model import resolve
 
@@ -146,16 +147,19 @@ def import_plan(
             )
         started = time.perf_counter()
         graph = capture(known.step, known.state, known.batch)
+        task = Task(
+            graph=graph,
+            cluster=where,
+            memory_limit_bytes=limit_bytes,
+            semantics=aceso_chain(config).get("micro_batch_semantics", "exact"),
+        )
         plan = plan_of(
             configuration,
-            graph,
             aceso_operators(graph, config),
-            where,
+            task,
             model=known.reference,
             version=version_of("aliquot"),
             trace_s=time.perf_counter() - started,
-            memory_limit_bytes=limit_bytes,
-            semantics=aceso_chain(config).get("micro_batch_semantics", "exact"),
         )
         plan.save(out)
         say.show(str(plan))

@@ -13,6 +13,7 @@ from ._chain_base import AbstractChain as AbstractChain
 from ._chain_base import StageChoice as StageChoice
 from ._chain_base import StageColumns as StageColumns
 from ._chain_base import StageFigures as StageFigures
+from ._chain_base import StageMemory as StageMemory
 from ._chain_base import StageOption as StageOption
 from ._chain_plan import ChainPlan as ChainPlan
 from ._chain_plan import chain_in_flight as chain_in_flight

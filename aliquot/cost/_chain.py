@@ -18,7 +18,14 @@ from numpy.typing import ArrayLike, NDArray
 from ..cluster import Link
 from ..core import InputError
 from ..plans import ClosedForm, schedule_kind
-from ._chain_base import AbstractChain, StageChoice, StageColumns, StageFigures, StageOption
+from ._chain_base import (
+    AbstractChain,
+    StageChoice,
+    StageColumns,
+    StageFigures,
+    StageMemory,
+    StageOption,
+)
 from ._transfers import transfer_seconds
 
 Floats = NDArray[np.float64]
@@ -170,14 +177,13 @@ class Chain(AbstractChain):
         last: int,
         *,
         first_device: int,
-        in_flight: float,
-        limit_bytes: float,
-        chunks: int = 1,
+        memory: StageMemory,
     ) -> StageChoice | None:
         tables = PrefixSums.of(self)
         if not tables.runs(option, first, last):
             return None
-        if tables.stage_bytes(option, first, last, in_flight, chunks) > limit_bytes:
+        needed_bytes = tables.stage_bytes(option, first, last, memory.in_flight, memory.chunks)
+        if needed_bytes > memory.limit_bytes:
             return None
         return StageChoice(
             first_unit=first, last_unit=last, option=option, first_device=first_device

@@ -12,11 +12,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+
+class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage keeps, and the memory that it has.
+
+    Attributes:
+        in_flight: micro-batches that it keeps between forward and backward.
+        limit_bytes: memory of each device; infinite to ignore memory.
+        chunks: number of stages that share its devices, each with an equal share of the memory.
+    """
+
+    in_flight: float
+    limit_bytes: float
+    chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,17 +170,13 @@ class AbstractChain(abc.ABC):
         last: int,
         *,
         first_device: int,
-        in_flight: float,
-        limit_bytes: float,
-        chunks: int = 1,
+        memory: StageMemory,
     ) -> StageChoice | None:
         """The fastest known way to run the units [first, last) as a stage that fits in memory; None
         if none is known.
 
         Args:
-            limit_bytes: memory of each device; infinite to ignore memory.
-            in_flight: micro-batches that the stage keeps between forward and backward.
-            chunks: number of stages that share its devices, each with an equal share of the memory.
+            memory: what it keeps, and the memory that it has.
         """
 
     @abc.abstractmethod
@@ -201,15 +212,8 @@ class AbstractChain(abc.ABC):
             stages = []
             for o, i, j, device, kept in zip(*pipeline, in_flight, strict=True):
                 for limit_bytes in (self.memory_limit_bytes, math.inf):
-                    choice = self.propose(
-                        o,
-                        i,
-                        j,
-                        first_device=device,
-                        in_flight=kept,
-                        limit_bytes=limit_bytes,
-                        chunks=chunks,
-                    )
+                    memory = StageMemory(in_flight=kept, limit_bytes=limit_bytes, chunks=chunks)
+                    choice = self.propose(o, i, j, first_device=device, memory=memory)
                     if choice is not None:
                         stages.append(choice)
                         break

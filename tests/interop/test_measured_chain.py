@@ -10,7 +10,7 @@ from interop.test_aceso_search import random_problem
 
 import aliquot as aq
 from aliquot.core import InfeasibleError
-from aliquot.cost import judge_stages
+from aliquot.cost import StageMemory, judge_stages
 from aliquot.interop.aceso.search import MeasuredChain
 
 INTERS = {
@@ -60,7 +60,11 @@ def test_many_pipelines_have_the_figures_of_each(seed):
         many = chain.quote_many(options, first, last, first_device=devices, in_flight=[2.0, 1.0])
         stages = [
             chain.propose(
-                one, i, j, first_device=d, in_flight=kept, limit_bytes=chain.memory_limit_bytes
+                one,
+                i,
+                j,
+                first_device=d,
+                memory=StageMemory(in_flight=kept, limit_bytes=chain.memory_limit_bytes),
             )
             for i, j, d, kept in ((0, cut, 0, 2.0), (cut, chain.num_units, 1, 1.0))
         ]

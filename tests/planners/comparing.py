@@ -100,8 +100,7 @@ def _below(priced: Priced, limit_bytes: float, ceiling_s: float) -> float:
         priced,
         everything(priced),
         limit_bytes=limit_bytes,
-        relative_gap=0.0,
-        node_limit=100_000,
+        planner=ILP(relative_gap=0.0, node_limit=100_000, work_limit=np.inf),
         ceiling_s=ceiling_s,
     )
     search.bound()

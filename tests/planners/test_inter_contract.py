@@ -13,7 +13,7 @@ from planners.test_pipeshard import plan_of
 
 import aliquot as aq
 from aliquot.core import InfeasibleError, InputError, PlanMismatchError
-from aliquot.cost import ChainPlan, find_stage_faults, judge_stages, simulate_stages
+from aliquot.cost import ChainPlan, StageMemory, find_stage_faults, judge_stages, simulate_stages
 from aliquot.planners import (
     AbstractInter,
     ManualStages,
@@ -168,9 +168,8 @@ def test_operators_never_cost_less_than_their_bound(option):
     for first in range(6):
         for last in range(first + 1, 7):
             for limit in (np.inf, 300.0):
-                stage = chain.propose(
-                    option, first, last, first_device=0, in_flight=2.0, limit_bytes=limit
-                )
+                memory = StageMemory(in_flight=2.0, limit_bytes=limit)
+                stage = chain.propose(option, first, last, first_device=0, memory=memory)
                 if stage is not None:
                     (figures,) = chain.quote([stage], [2.0])
                     assert figures.peak_bytes <= limit and len(stage.unit_options) == last - first
@@ -193,9 +192,8 @@ class Overlapping(AbstractInter):
     """Gives all units to the first device, and leaves the others out."""
 
     def solve(self, chains, **options):
-        stage = chains[0].propose(
-            0, 0, chains[0].num_units, first_device=0, in_flight=1.0, limit_bytes=np.inf
-        )
+        memory = StageMemory(in_flight=1.0, limit_bytes=np.inf)
+        stage = chains[0].propose(0, 0, chains[0].num_units, first_device=0, memory=memory)
         return judge_stages(chains[0], [stage], "1f1b")
 
 

@@ -19,6 +19,7 @@ from aliquot.cost import (
     price,
     timeline,
 )
+from aliquot.planners import ILP
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
 
@@ -85,9 +86,8 @@ def test_if_the_best_choices_fit_only_at_once_all_products_are_deferred(problem)
     best = free.improve()
     once = peak(memory_model(priced, in_turn=True), priced, best.picks)
     limit_bytes = once + 0.3 * (best.peak_bytes - once)
-    search = Search(
-        priced, everything(priced), limit_bytes=limit_bytes, relative_gap=1e-4, node_limit=20
-    )
+    planner = ILP(relative_gap=1e-4, node_limit=20)
+    search = Search(priced, everything(priced), limit_bytes=limit_bytes, planner=planner)
     bound = search.bound()
     found = search.improve()
     assert (

@@ -136,15 +136,12 @@ def _device_faults(
 
 def plan_of(
     configuration: Configuration,
-    graph: Graph,
     operators: OperatorMap,
-    cluster: Cluster,
+    task: Task,
     *,
     model: ModelReference,
     version: str,
     trace_s: float,
-    memory_limit_bytes: float | None = None,
-    semantics: str = "exact",
 ) -> Plan:
     """The plan of a captured model that corresponds to a configuration.
 
@@ -156,8 +153,8 @@ def plan_of(
     Args:
         configuration: one for which `configuration_faults` found nothing.
         operators: the map of the step's operators.
-        memory_limit_bytes: per device; by default what the device's runtime leaves for programs.
-        semantics: meaning of several micro-batches; see `plan_micro_batches`.
+        task: the step, the cluster, the memory limit and the meaning of several micro-batches, of
+            which the configuration says the number.
 
     Raises:
         InputError: degrees do not divide what they split, or a stage has no operator that the model
@@ -166,17 +163,12 @@ def plan_of(
     """
     started = time.perf_counter()
     count = configuration.global_batch // configuration.micro_batch
-    task = Task(
-        graph=graph,
-        cluster=cluster,
-        num_micro_batches=count,
-        semantics=semantics if count > 1 else "exact",
-        memory_limit_bytes=memory_limit_bytes,
-    )
+    semantics = task.semantics if count > 1 else "exact"
+    task = replace(task, num_micro_batches=count, semantics=semantics)
     lengths = [len(stage.tensor) for stage in configuration.stages]
     firsts = [sum(lengths[:k]) for k in range(len(lengths))]
-    layers = _cut(graph, operators, firsts)
-    layered = layer_step(graph, count, layers=layers, semantics=task.semantics)
+    layers = _cut(task.graph, operators, firsts)
+    layered = layer_step(task.graph, count, layers=layers, semantics=task.semantics)
     decision, notes = _decide(configuration, operators, firsts, layered, task)
     plan = write_plan(
         decision,

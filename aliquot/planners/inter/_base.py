@@ -6,10 +6,9 @@ import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...core import InfeasibleError, InputError, nearest
-from ...cost import AbstractChain, ChainPlan, StageChoice, find_stage_faults
+from ...cost import AbstractChain, ChainPlan, StageChoice, StageMemory, find_stage_faults
 from ...plans import training_schedules
 from .._helper import HelperProcess
 
@@ -181,13 +180,21 @@ def starts_in(
 
 
 def proposed(
-    chain: AbstractChain, option: int, first: int, last: int, **settings: Any
+    chain: AbstractChain,
+    option: int,
+    first: int,
+    last: int,
+    *,
+    first_device: int,
+    in_flight: float,
+    chunks: int = 1,
 ) -> StageChoice | None:
     """A stage as its chain proposes it (see `AbstractChain.propose`), within the memory limit if
     possible, so that errors can say how much it needs; None if the option cannot run its units.
     """
     for limit_bytes in (chain.memory_limit_bytes, math.inf):
-        choice = chain.propose(option, first, last, limit_bytes=limit_bytes, **settings)
+        memory = StageMemory(in_flight=in_flight, limit_bytes=limit_bytes, chunks=chunks)
+        choice = chain.propose(option, first, last, first_device=first_device, memory=memory)
         if choice is not None:
             return choice
     return None

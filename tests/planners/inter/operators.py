@@ -88,7 +88,7 @@ class Operators(AbstractChain):
         sums = np.concatenate((np.zeros((len(best), 1)), best.cumsum(axis=1)), axis=1)
         return np.asarray(sums[option, last] - sums[option, first])
 
-    def propose(self, option, first, last, *, first_device, in_flight, limit_bytes, chunks=1):
+    def propose(self, option, first, last, *, first_device, memory):
         """See `AbstractChain`. All operators alike, with more and more of them recomputed until the
         stage fits.
         """
@@ -103,8 +103,8 @@ class Operators(AbstractChain):
                 first_device=first_device,
                 unit_options=tuple(units),
             )
-            figures = self._figures(stage, None, in_flight, chunks)
-            if figures.peak_bytes <= limit_bytes:
+            figures = self._figures(stage, None, memory.in_flight, memory.chunks)
+            if figures.peak_bytes <= memory.limit_bytes:
                 fitting.append((figures.forward_s + figures.backward_s, stage))
         return min(fitting, key=lambda pair: pair[0], default=(0, None))[1]
 

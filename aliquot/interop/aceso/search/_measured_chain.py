@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ....cost import AbstractChain, StageChoice, StageColumns, StageFigures, StageOption
+from ....cost import (
+    AbstractChain,
+    StageChoice,
+    StageColumns,
+    StageFigures,
+    StageMemory,
+    StageOption,
+)
 from .._configuration import StageConfiguration
 from ._problem import SearchProblem
 from ._quotes import Integers, UniformStages, quote_all, stage_memory_mb
@@ -85,9 +92,7 @@ class MeasuredChain(AbstractChain):
         last: int,
         *,
         first_device: int,
-        in_flight: float,
-        limit_bytes: float,
-        chunks: int = 1,
+        memory: StageMemory,
     ) -> StageChoice | None:
         """The fastest way to run some layers, with the least recomputation that fits."""
         size, row = self.rows[option]
@@ -96,11 +101,11 @@ class MeasuredChain(AbstractChain):
             np.array([row]),
             np.array([first]),
             np.array([last]),
-            np.array([in_flight]),
+            np.array([memory.in_flight]),
             self.links(np.array([first_device]), size),
-            limit_bytes / _MIB / chunks,
+            memory.limit_bytes / _MIB / memory.chunks,
         )
-        if memory_mb * _MIB * chunks > limit_bytes:
+        if memory_mb * _MIB * memory.chunks > memory.limit_bytes:
             return None
         flags = uniform.flags(row, int(level), float(share), first, last)
         return StageChoice(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ....cost import AbstractChain, StageChoice
+from ....cost import AbstractChain, StageChoice, StageMemory
 from ....plans import ClosedForm, schedule_kind
 from ._boxes import StageSolution
 from ._limits import Floats
@@ -63,16 +63,9 @@ class Quotes:
     def _made(self, in_flight: float, chunks: int) -> _Table:
         figures = {name: np.zeros(self._possible.shape) for name in _TIMES}
         runs, choices = np.zeros(self._possible.shape, bool), {}
+        memory = StageMemory(in_flight=in_flight, limit_bytes=self.limit_bytes, chunks=chunks)
         for o, i, j in zip(*(axis.tolist() for axis in np.nonzero(self._possible)), strict=True):
-            choice = self.chain.propose(
-                o,
-                i,
-                j,
-                first_device=0,
-                in_flight=in_flight,
-                limit_bytes=self.limit_bytes,
-                chunks=chunks,
-            )
+            choice = self.chain.propose(o, i, j, first_device=0, memory=memory)
             if choice is None:
                 continue
             (quoted,) = self.chain.quote([choice], [in_flight], chunks)

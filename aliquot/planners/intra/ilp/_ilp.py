@@ -94,8 +94,8 @@ class Search(AbstractSearch):
     best choices defer them and then exceed the limit, rows assume "deferred" for good
     (`assumes_deferred`): solutions are still right, but the bound is not raised any more.
 
-    Solutions that cost more than `ceiling_s` are not searched for. `layouts` caches layouts of
-    programs over one node graph and is shared with the searches of other meshes.
+    Solutions that cost more than `ceiling_s` are not searched for. `notes` hold what the searches
+    of other meshes share: the layouts of programs over one node graph, and the work that is left.
 
     Every relaxation has a limit of its own; branching draws on `work`. If a limit is reached, the
     bound is not raised, `gave_up` is true, and the status of the solution says so.
@@ -123,18 +123,20 @@ class Search(AbstractSearch):
         allowed: Sequence[NDArray[np.bool_]],
         *,
         limit_bytes: float,
-        relative_gap: float = 1e-3,
-        node_limit: int = 2000,
+        planner: ILP | None = None,
         ceiling_s: float = np.inf,
-        layouts: Layouts | None = None,
-        work: Work | None = None,
+        notes: dict[str, Any] | None = None,
     ) -> None:
         self.priced, self.allowed = priced, allowed
         self.ceiling_s, self.limit_bytes = ceiling_s, limit_bytes
-        self.relative_gap, self.node_limit = relative_gap, node_limit
-        self.layouts, self.work = layouts, work or Work(np.inf)
+        planner = planner or ILP()
+        self.relative_gap, self.node_limit = planner.relative_gap, planner.node_limit
+        # Spaces of one problem share their layouts and the work that is left.
+        notes = {} if notes is None else notes
+        self.layouts = notes.setdefault(_LAYOUTS, Layouts())
+        self.work = notes.setdefault(_WORK, Work(planner.work_limit))
         self.pruned, self.open_choices = affordable(priced, allowed, ceiling_s)
-        self.program, self.choices = build_program(self.pruned, self.open_choices, layouts)
+        self.program, self.choices = build_program(self.pruned, self.open_choices, self.layouts)
         self.relaxation, self.relaxed = Relaxation(self.program), nothing_solved()
         self.least: LeastPeak | None = None
         self.models: dict[bool, MemoryModel] = {}
@@ -549,16 +551,13 @@ class ILP(AbstractStepwise):
         ceiling_s: float = np.inf,
         notes: dict[str, Any] | None = None,
     ) -> Search:
-        # Spaces of one problem share their layouts and the work that is left.
         return Search(
             space.priced,
             space.allowed,
             limit_bytes=memory_limit_bytes,
-            relative_gap=self.relative_gap,
-            node_limit=self.node_limit,
+            planner=self,
             ceiling_s=ceiling_s,
-            layouts=None if notes is None else notes.setdefault(_LAYOUTS, Layouts()),
-            work=({} if notes is None else notes).setdefault(_WORK, Work(self.work_limit)),
+            notes=notes,
         )
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> ILP:
