@@ -39,10 +39,11 @@ def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
 def own_loop_note(decision: Decision, own_turns: int) -> Iterator[str]:
     """A note on the step's own loop over micro-batches, which does not run."""
     if own_turns > 1:
+        count = decision.num_micro_batches
         yield (
             f"The step's own loop over {own_turns} parts of its batch does not run:"
-            f" {counted(decision.num_micro_batches, 'micro-batch')} of the plan make the same sums,"
-            " and devices add up their gradients once a step."
+            f" {counted(count, 'micro-batch')} of the plan {'makes' if count == 1 else 'make'} the"
+            " same sums, and devices add up their gradients once a step."
         )
 
 
