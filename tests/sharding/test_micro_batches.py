@@ -337,3 +337,14 @@ def test_sorted_rows_are_refused_with_the_operator_that_does_without():
 
     with pytest.raises(CaptureError, match=r"aliquot\.experts in place of the sort"):
         plan(loss)
+
+
+def test_an_operator_without_a_line_is_found_by_its_neighbour():
+    """Of operators inside of `jnp.cumsum` JAX knows no line."""
+
+    def loss_fn(w, batch):
+        summed = jnp.cumsum(batch["x"] @ w, axis=0)
+        return jnp.mean(summed**2)
+
+    with pytest.raises(CaptureError, match=r"`cumsum` near test_micro_batches\.py:\d+ "):
+        plan(loss_fn)
