@@ -245,6 +245,8 @@ def test_a_wrong_cluster_file_lists_all_that_is_wrong(tmp_path):
             "there is no folder",
         ),
         ("plan nowhere:factory --cluster 8xH100", "there is no module 'nowhere'"),
+        ("plan ./steps/mine.py:factory --cluster 8xH100", "Write steps.mine:factory, and start"),
+        (f"plan {__file__} --cluster 8xH100", "or a factory as package.module:function."),
         ("plan json:factory --cluster 8xH100", "json has no 'factory'"),
         ("plan json:dumps --cluster 8xH100", "cannot be called"),
         ("plan json:decoder --cluster 8xH100", "not a function"),
