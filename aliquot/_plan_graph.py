@@ -223,6 +223,15 @@ def _plan_once(
         except Interrupted as interrupted:
             interrupted.plan = write(interrupted.decision) if interrupted.decision else None
             raise
+        except (InfeasibleError, InputError) as error:
+            if own is not None and "micro-batch" in str(error):
+                # What methods count is what runs; what the user types is multiplied.
+                error.args = (
+                    f"{error}\n  The step's own loop over {own.turns} parts of its batch counts,"
+                    f" too: num_micro_batches=1 (--micro-batches 1) makes {own.turns} of them, and"
+                    f" each larger number {own.turns} times as many.",
+                )
+            raise
 
     return _first_that_fits(propose, task) if asked.verify else propose()
 

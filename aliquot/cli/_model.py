@@ -125,7 +125,8 @@ def zoo_config(name: str, overrides: Mapping[str, Any]) -> AbstractConfig | None
     """
     if name in MODELS:
         return configure(name, **overrides)
-    if name.endswith((".json", ".yaml", ".yml")) or os.path.isfile(name):
+    is_program = name.endswith(".py") and ":" not in name
+    if name.endswith((".json", ".yaml", ".yml")) or (os.path.isfile(name) and not is_program):
         return from_config(name, **overrides)
     if ":" in name:
         return None
@@ -453,9 +454,15 @@ def find_function(name: str, that: str = "") -> Callable[..., Any]:
         except (ImportError, ValueError, AttributeError):
             module_spec = None
     if module_spec is None:
+        write = "package.module:function"
+        if module_name.endswith(".py"):
+            # Other tools take the path of a file.
+            parts = module_name.removesuffix(".py").replace("\\", "/").split("/")
+            dotted = ".".join(part for part in parts if part not in ("", "."))
+            write = f"{dotted}:{attribute or 'function'}"
         raise InputError(
-            f"there is no module {module_name!r} for {name!r}. Write package.module:function, and"
-            " start from the folder that holds it."
+            f"there is no module {module_name!r} for {name!r}. Write {write}, and start from the"
+            " folder that holds it."
         )
     with user_code(name, "cannot be imported", everywhere=True):
         module = importlib.import_module(module_name)

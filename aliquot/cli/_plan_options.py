@@ -4,6 +4,7 @@ with, and the search.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -82,10 +83,14 @@ class MethodOptions:
         if global_batch is not None and global_batch < 1:
             raise InputError(f"--global-batch must be at least 1, got {global_batch}.")
         if global_batch is not None and micro_batches is not None and global_batch % micro_batches:
+            divisors = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+            near = [n for n in divisors if n < micro_batches][-1:]
+            near += [n for n in divisors if n > micro_batches][:1]
+            # Each micro-batch is then as large as the batch, which the devices divide if they did.
+            larger = math.lcm(global_batch, micro_batches)
             raise InputError(
                 f"{micro_batches} micro-batches do not divide a global batch of {global_batch}. Try"
-                f" --global-batch {-(-global_batch // micro_batches) * micro_batches}, or other"
-                " --micro-batches."
+                f" --micro-batches {' or '.join(map(str, near))}, or --global-batch {larger}."
             )
 
     @property

@@ -5,6 +5,7 @@ files. The structs say what each may hold. All mistakes are reported together.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -77,6 +78,13 @@ _READERS: dict[type, tuple[Any, Any]] = {
     _Peak: (parse_flops_per_s, Speed),
     _Latency: (parse_seconds, Seconds),
 }
+_EXAMPLES: dict[type, str] = {
+    _Size: "48GB",
+    _Bandwidth: "864GB/s",
+    _Wire: "25GB/s",
+    _Peak: "91TFLOP/s",
+    _Latency: "6us",
+}
 
 
 def _read(kind: type, value: Any) -> Any:
@@ -95,7 +103,9 @@ def _read(kind: type, value: Any) -> Any:
     except (InputError, OverflowError) as error:
         raise ValueError(str(error)) from None
     except msgspec.ValidationError as error:
-        raise ValueError(f"{error}, got {shortened(repr(value), 40)}") from None
+        plain = not isinstance(value, str) or not re.search("[a-zA-Z]", value)
+        unit = f": write its unit, such as {_EXAMPLES[kind]}" if plain else ""
+        raise ValueError(f"{error}, got {shortened(repr(value), 40)}{unit}") from None
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

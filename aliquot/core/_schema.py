@@ -48,6 +48,12 @@ def faults_of(data: Any, kind: Any, path: str, hook: Hook | None = None) -> Iter
             shown = shortened(printable(str(name), keep=""), 60)
             yield from faults_of(item, named[0], f"{path}.{shown}", hook)
         return
+    if typing.get_origin(kind) is typing.Literal and isinstance(data, str):
+        known = typing.get_args(kind)
+        if data not in known:
+            shown = shortened(printable(data, keep=""), 60)
+            yield f"`{path}`: there is no {shown!r}: {nearest(data, known)}"
+        return
     try:
         msgspec.convert(data, kind, dec_hook=hook)
     except msgspec.ValidationError as error:

@@ -11,6 +11,8 @@ from ._calling import path_parts as path_parts
 from ._capture import build_graph as build_graph
 from ._capture import capture as capture
 from ._capture import with_recomputation as with_recomputation
+from ._changed_state import ChangedState as ChangedState
+from ._changed_state import changed_state as changed_state
 from ._checks import is_check as is_check
 from ._checks import raises as raises
 from ._dataflow import Item as Item

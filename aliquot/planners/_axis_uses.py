@@ -107,21 +107,31 @@ class _Work:
 
     def reads(self, axis: int) -> dict[str, dict[str, float]]:
         """The fields `reads` and `expert_reads` of an axis."""
+        of_batch = self.of_batch(axis)
         # The batch dim of each of several models is the second one.
-        more_examples = self.models and "positions" not in self.of_batch(axis)
+        more_examples = self.models and "positions" not in of_batch
+        # Examples that the step draws itself have no dim of the batch; nor has a batch of one row.
+        makes_own = of_batch == ("examples",) or not self.takes_batch
         amounts = {name: defaultdict[str, float](float) for name in ("reads", "expert_reads")}
         for edge, is_expert in self.parameter_reads.items():
             factor = self.choices[edge.target][axis]
             is_of_batch = factor in self.nodes.batch_factors[edge.target]
+            is_drawn = makes_own and not self.nodes.batch_factors[edge.target]
             if factor < 0:
                 what = "nothing"
             elif edge.target_projection[factor] >= 0:
                 what = "models" if is_of_batch else "pieces"
             else:
-                what = "examples" if is_of_batch or more_examples else "positions"
+                is_example = is_of_batch or more_examples or is_drawn
+                what = "examples" if is_example else "positions"
             name = "expert_reads" if is_expert else "reads"
             amounts[name][what] += edge.num_bytes * edge.count
         return {name: dict(sorted(found.items())) for name, found in amounts.items()}
+
+    @property
+    def takes_batch(self) -> bool:
+        """Whether any input of the step is of the batch."""
+        return any(item.role is Role.BATCH for item in self.stage.problem.graph.inputs)
 
     def gradients(self, axis: int) -> dict[str, float]:
         """The field `gradients` of an axis."""
@@ -172,18 +182,22 @@ class _Work:
         return tuple(sorted(found))
 
     def exchanges(self, axis: int) -> bool:
-        """Whether devices along an axis exchange activations: arrays with the batch dim or, where a
-        batch of one row has none, any arrays but parameters, gradients and scalars.
+        """Whether devices along an axis exchange activations: arrays with the batch dim, results of
+        products that read parameters or, where a batch of one row has none, any arrays but
+        parameters, gradients and scalars.
         """
         batch = self.nodes.batch_factors
         any_batch = any(batch)
+        # What a generator makes of a key alone has no batch dim, and is an activation all the same.
+        readers = {edge.target for edge in self.parameter_reads}
         for edge in self.nodes.edges:
             if edge.parameter or edge.gradient or edge.phase is Phase.UPDATE:
                 continue
             made, read = self.splits(edge, axis)
             has_batch = any(edge.source_projection[f] >= 0 for f in batch[edge.source])
             # A whole array may be cut anywhere without asking anybody.
-            if made not in (read, REPLICATED) and (has_batch or not (any_batch or edge.rank == 0)):
+            is_array = edge.rank > 0 and (not any_batch or edge.source in readers)
+            if made not in (read, REPLICATED) and (has_batch or is_array):
                 return True
         for node, choice in zip(self.nodes.nodes, self.choices, strict=True):
             for collective in node.collectives:

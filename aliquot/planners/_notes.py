@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from ..cluster import Cluster, target_for
 from ..core import counted, format_bytes, format_seconds
 from ..cost import REPLICATED_BY_PLAN, collective_uses, work_alike
-from ..graph import Graph, Memory, Phase, Role, named_operator, source_line
+from ..graph import Graph, Memory, Phase, Role, changed_state, named_operator, source_line
 from ..sharding import entry_operators, find_blocks, outside_blocks
 from ._base import Decision, StageDecision
 from ._tried import on_hosts
@@ -39,10 +39,11 @@ def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
 def own_loop_note(decision: Decision, own_turns: int) -> Iterator[str]:
     """A note on the step's own loop over micro-batches, which does not run."""
     if own_turns > 1:
+        count = decision.num_micro_batches
         yield (
             f"The step's own loop over {own_turns} parts of its batch does not run:"
-            f" {counted(decision.num_micro_batches, 'micro-batch')} of the plan make the same sums,"
-            " and devices add up their gradients once a step."
+            f" {counted(count, 'micro-batch')} of the plan {'makes' if count == 1 else 'make'} the"
+            " same sums, and devices add up their gradients once a step."
         )
 
 
@@ -153,6 +154,17 @@ def memory_note(graph: Graph) -> Iterator[str]:
             f" back. To keep them in {returned} memory, plan for shapes that lie there:"
             " jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding("
             f'jax.devices()[0], memory_kind="{kind}")).'
+        )
+
+
+def changed_state_note(graph: Graph) -> Iterator[str]:
+    """A note on state that the step returns in another shape or dtype than it takes it in."""
+    found = changed_state(graph)
+    if found:
+        more = f", and {counted(len(found) - 1, 'more array')} likewise" if len(found) > 1 else ""
+        yield (
+            f"The step takes {found[0]}{more}. A plan is for one of the two, so that the second"
+            f" step is refused what the first returned. {found[0].advice}"
         )
 
 

@@ -35,6 +35,7 @@ from ._axis_uses import axis_uses
 from ._base import Decision, PipelineParts, StageDecision, Task
 from ._notes import (
     block_notes,
+    changed_state_note,
     crowded_note,
     idle_note,
     memory_note,
@@ -122,6 +123,7 @@ def write_plan(
             *idle_note(decision, task.cluster),
             *crowded_note(prediction.peak_memory_bytes, task.cluster),
             *memory_note(full),
+            *changed_state_note(full),
             *decision.notes,
             *block_notes(decision),
             *notes(decision.stages),

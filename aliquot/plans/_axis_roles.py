@@ -200,8 +200,10 @@ def _role_of(axis: _Axis) -> str:
         words = f"{' and '.join(names)} parallel"
         role = _role_of_data(axis, words, use.gradients, expert=of_experts)
         if not use.batch:
-            # The step slices the batch itself, so that an axis may be one of data all the same.
-            role += f"; the inputs are replicated over {axis.name}, and split inside the step"
+            # The step slices or draws the batch itself: an axis may be one of data all the same.
+            inside = f"the inputs are replicated over {axis.name}, and split inside the step"
+            takes_batch = any(array.role == "batch" for array in axis.plan.inputs)
+            role += f"; {inside if takes_batch else 'the step makes its batch itself'}"
         in_pieces = dense_in_pieces if of_experts else in_pieces
         return f"{role}{_in_pieces(in_pieces)}"
     if in_pieces > _MOST:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core import InputError, PlanMismatchError
-from ..graph import FlatCall, Graph
+from ..graph import FlatCall, Graph, changed_state
 from ._in_place import InPlace
 from ._state_call import arrays_of, misplaced_arguments
 from .transport import PiecedArray
@@ -119,12 +119,20 @@ class Arguments:
 
     def _refuse(self, problems: Sequence[str]) -> None:
         where = f" in process {jax.process_index()}" if jax.process_count() > 1 else ""
+        advice = (
+            "Plan it again for these arguments: each call of aliquot.plan or aliquot.parallelize"
+            " makes one plan."
+        )
+        for changed in changed_state(self._graph):
+            if any(problem.startswith(f"{changed.path} is ") for problem in problems):
+                advice = f"The step itself takes {changed}. {changed.advice}"
+                break
         raise PlanMismatchError(
             problems,
             asked=(
                 f"{self._graph.name} is called{where} with other arguments than it was planned for"
             ),
-            advice="Plan it again for these arguments.",
+            advice=advice,
         )
 
 

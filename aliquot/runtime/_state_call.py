@@ -182,9 +182,22 @@ def argument_of(path: str) -> str:
 
 
 def state_arguments(fn: Callable[..., Any], inputs: Sequence[ArrayInterface]) -> list[str]:
-    """Arguments of the step that hold anything but a batch, in the order of its parameters."""
+    """Arguments of the step that hold anything but a batch, in the order of its parameters.
+
+    An argument is also a batch if arrays of other sizes stand beside those with the batch's, as the
+    nodes of a graph beside its edges: where most of its arrays have that size, or it comes last.
+    """
     held = ("parameter", "optimizer_state", "state")
-    stateful = {argument_of(i.path): None for i in inputs if i.role in held}
+    roles: dict[str, list[str]] = {}
+    for item in inputs:
+        roles.setdefault(argument_of(item.path), []).append(item.role)
+    last = [name for name in parameter_names(fn) if name in roles][-1:]
+    stateful: dict[str, None] = {}
+    for name, found in roles.items():
+        of_batch = found.count("batch")
+        is_batch = of_batch > len(found) / 2 or (of_batch and last == [name])
+        if not is_batch and any(role in held for role in found):
+            stateful[name] = None
     # NNX objects come last among the inputs, and by their names.
     in_order = [name for name in parameter_names(fn) if name in stateful]
     return list(dict.fromkeys([*in_order, *stateful]))

@@ -216,7 +216,8 @@ def test_a_wrong_cluster_file_lists_all_that_is_wrong(tmp_path):
         ("plan gpt-125m --cluster 8xH100 --global-batch 0", "--global-batch must be at least 1"),
         (
             "plan gpt-125m --cluster 8xH100 --global-batch 8 --micro-batches 3",
-            "3 micro-batches do not divide",
+            "3 micro-batches do not divide a global batch of 8. Try --micro-batches 2 or 4, or"
+            " --global-batch 24.",
         ),
         (
             "plan gpt-125m --cluster 8xH100 --global-batch 8 --micro-batches 0",
@@ -244,6 +245,8 @@ def test_a_wrong_cluster_file_lists_all_that_is_wrong(tmp_path):
             "there is no folder",
         ),
         ("plan nowhere:factory --cluster 8xH100", "there is no module 'nowhere'"),
+        ("plan ./steps/mine.py:factory --cluster 8xH100", "Write steps.mine:factory, and start"),
+        (f"plan {__file__} --cluster 8xH100", "or a factory as package.module:function."),
         ("plan json:factory --cluster 8xH100", "json has no 'factory'"),
         ("plan json:dumps --cluster 8xH100", "cannot be called"),
         ("plan json:decoder --cluster 8xH100", "not a function"),

@@ -185,6 +185,28 @@ def test_toml_reports_everything():
         assert part in message
 
 
+def test_toml_says_what_a_figure_without_a_unit_lacks():
+    text = """
+    [cluster]
+    devices_per_host = 2
+    [device]
+    name = "card"
+    kind = "fpga"
+    memory = "48"
+    memory_bandwidth = "864GB/s"
+    peak = { float32 = 91 }
+    [intra]
+    latency = "6us"
+    bandwidth = "32GB/s"
+    """
+    with pytest.raises(ClusterError) as caught:
+        parse_toml(text)
+    message = str(caught.value)
+    assert "`device.kind`: there is no 'fpga': Known: gpu, tpu, neuron, cpu." in message
+    assert "`device.memory`: expected `int` >= 1048576, got '48': write its unit" in message
+    assert "got 91: write its unit, such as 91TFLOP/s" in message
+
+
 def test_toml_zero_bandwidth_names_its_link():
     text = (
         '[cluster]\ndevice = "H100"\ndevices_per_host = 8\n[intra]\nlatency = "1us"\nbandwidth ='

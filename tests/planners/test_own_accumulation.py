@@ -35,3 +35,13 @@ def test_much_memory_must_save_much_time():
     assert not many.stages[0].data_axes
     outcomes = [row["outcome"] for row in many.provenance.candidates]
     assert any("hardly faster, and needs" in outcome for outcome in outcomes)
+
+
+def test_a_refusal_says_how_turns_of_the_loop_count():
+    """Advice names micro-batches as they run, of which the loop makes several of each typed one."""
+    step = make(4, rows=32, width=16, layers=2)
+    wanted = r"4 micro-batches, .*\n  The step's own loop over 4 parts .* num_micro_batches=1 "
+    with pytest.raises(aq.InputError, match=wanted):
+        aq.plan(*step, cluster=CLUSTER, method=Zero3Parallel(), num_micro_batches=4)
+    plan = aq.plan(*step, cluster=CLUSTER, method=Zero3Parallel(), num_micro_batches=1)
+    assert plan.num_micro_batches == 4

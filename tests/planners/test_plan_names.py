@@ -4,8 +4,11 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
 from planners.plan_names import CASES, STEPS, Reading, untrue
+from planners.small_steps import array
 
 import aliquot as aq
 from aliquot.planners import method_by_name
@@ -78,3 +81,45 @@ def test_names_that_were_wrong_are_right():
     )
     for step in ("several_steps", "one step in a loop"):
         assert line(step, "dp", None) == "x (8): data parallel: parameters replicated"
+
+
+def _said(step, *args, method):
+    cluster = aq.Cluster.preset("8xcpu")
+    plan = aq.plan(step, *args, cluster=cluster, method=method, recompute="none")
+    return dict(summary_rows(plan))["parallelism"]
+
+
+def _updated(params, grads):
+    return jax.tree.map(lambda p, g: p - g, params, grads)
+
+
+def test_what_a_generator_makes_of_a_key_is_exchanged():
+    def scores(judge, x):
+        return jax.nn.softplus(jax.nn.relu(x @ judge["a"]) @ judge["b"])
+
+    def step(judge, maker, batch):
+        drawn = jax.random.normal(jax.random.key(0), (16, 8))
+        made = lambda maker: jnp.tanh(drawn @ maker["a"]) @ maker["b"]  # noqa: E731
+        mean = lambda judge, x: jnp.mean(scores(judge, x))  # noqa: E731
+        grads = jax.grad(lambda judge: mean(judge, batch) - mean(judge, made(maker)))(judge)
+        judge = _updated(judge, grads)
+        return judge, _updated(maker, jax.grad(lambda maker: mean(judge, made(maker)))(maker))
+
+    judge = {"a": array(16, 32), "b": array(32, 1)}
+    maker = {"a": array(8, 32), "b": array(32, 16)}
+    said = _said(step, judge, maker, array(16, 16), method=aq.Zero3Parallel())
+    assert "independent models" not in said
+
+
+def test_a_step_that_draws_its_examples_is_data_parallel():
+    def loss(params):
+        drawn = jax.random.normal(jax.random.key(0), (65536, 64))
+        return jnp.mean((jnp.tanh(drawn @ params["a"]) @ params["b"]) ** 2)
+
+    def step(params):
+        return _updated(params, jax.grad(loss)(params))
+
+    params = {"a": array(64, 64), "b": array(64, 64)}
+    said = _said(step, params, method=aq.ShardParallel())
+    assert said.startswith("x (8): data parallel")
+    assert said.endswith("; the step makes its batch itself")

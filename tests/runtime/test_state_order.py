@@ -173,3 +173,29 @@ def test_another_order_is_told_by_places(kind, tmp_path):
         assert other.value.violations[:2] == tuple(f"{name} is missing" for name in biases)
         with pytest.raises(InputError, match=r"(?s)model\.bias .* optimizer\..* average\.bias"):
             step.save(without_biases(key), tmp_path)
+
+
+def test_arrays_of_other_sizes_beside_those_of_the_batch_are_no_state(tmp_path):
+    """Nodes of a graph beside its edges, which a checkpoint does not hold."""
+
+    def step(state, graph):
+        def loss_of(weight):
+            sent = (graph["nodes"] @ weight)[graph["sender"]]
+            return jnp.mean((sent - graph["edges"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(state["weight"])
+        return {"weight": state["weight"] - 0.1 * grads}, loss
+
+    state = {"weight": jnp.eye(WIDTH)}
+    graph = {
+        "nodes": jnp.ones((6, WIDTH)),
+        "edges": jnp.ones((16, WIDTH)),
+        "sender": jnp.arange(16) % 6,
+    }
+    cluster = aq.Cluster.preset("8xcpu")
+    plan = aq.plan(step, state, graph, cluster=cluster, method=aq.Zero3Parallel())
+    parallel = aq.parallelize(step, plan).prepare(state, graph)
+    new, _ = parallel(state, graph)
+    parallel.save(new, tmp_path / "saved")
+    found = parallel.restore(tmp_path / "saved")
+    np.testing.assert_array_equal(found["weight"], new["weight"])

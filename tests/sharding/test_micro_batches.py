@@ -337,3 +337,30 @@ def test_sorted_rows_are_refused_with_the_operator_that_does_without():
 
     with pytest.raises(CaptureError, match=r"aliquot\.experts in place of the sort"):
         plan(loss)
+
+
+def test_an_operator_without_a_line_is_found_by_its_neighbour():
+    """Of operators inside of `jnp.cumsum` JAX knows no line."""
+
+    def loss_fn(w, batch):
+        summed = jnp.cumsum(batch["x"] @ w, axis=0)
+        return jnp.mean(summed**2)
+
+    with pytest.raises(CaptureError, match=r"`cumsum` near test_micro_batches\.py:\d+ "):
+        plan(loss_fn)
+
+
+def test_weights_of_classes_that_come_as_an_argument():
+    """A mean that they weigh is exact, as with weights that the step holds itself."""
+
+    def train_step(w, batch, of_classes):
+        def loss_fn(w):
+            weights = of_classes[batch["y"]]
+            return jnp.sum(losses(w, batch) * weights) / jnp.sum(weights)
+
+        value, grads = jax.value_and_grad(loss_fn)(w)
+        return w - 0.1 * grads, value
+
+    graph = capture(train_step, W, BATCH, jax.ShapeDtypeStruct((3,), jnp.float32))
+    found = plan_micro_batches(graph, 4)
+    assert TimeKind.SUM in {s.kind for s in found.specs}

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core import InfeasibleError, InputError, nearest
+from ...core import InfeasibleError, InputError, counted, nearest
 from ...cost import AbstractChain, ChainPlan, StageChoice, StageMemory, find_stage_faults
 from ...plans import training_schedules
 from .._helper import HelperProcess
@@ -153,11 +153,17 @@ def check_num_stages(chain: AbstractChain, num_stages: int | None) -> None:
     if num_stages is None:
         return
     if num_stages > chain.num_units:
-        layers = f"{chain.num_units} layer" + "s" * (chain.num_units > 1)
+        count = chain.num_units
+        fewer = (
+            f"Ask for num_stages={count} (--stages {count}) or less"
+            if count > 1
+            else "Use a method without stages"
+        )
         raise InputError(
-            f"{num_stages} stages were asked for, but the step has {layers}, and a stage holds one"
-            f" at least.\n  Ask for num_stages={chain.num_units} or less, or for more layers: name"
-            " them by a pattern of parameter paths, or cut between operators (layers='operators')."
+            f"{num_stages} stages were asked for, but the step has {counted(count, 'layer')}, and a"
+            f" stage holds one at least.\n  {fewer}, or ask for more layers: name them by a pattern"
+            " of parameter paths, or cut between operators (layers='operators', --layers"
+            " operators)."
         )
 
 

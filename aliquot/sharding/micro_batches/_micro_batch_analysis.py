@@ -376,10 +376,12 @@ def analyse(
         # State that holds rows of examples has another shape on a part.
         rows = findings.spec_by_shape(item.value) or EQUAL
         spec = split_at(0, chunks) if item.role is Role.BATCH else rows
-        # Other state, such as a step counter or a random key, counts as free of parameters.
-        findings.set_spec(
-            item.value, spec, item.role not in (Role.PARAMETER, Role.OPTIMIZER_STATE), TOP
-        )
+        # Other state, such as a step counter or a random key, counts as free of parameters, and so
+        # do lists that no step changes, such as weights of classes: sums that they make with the
+        # batch are cheap to make early.
+        is_list = item.output is None and len(whole.values[item.value].shape) < 2
+        trains = item.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
+        findings.set_spec(item.value, spec, is_list or not trains, TOP)
     for index, constant in whole.constants.items():
         # A constant that is as long as the batch in both traces, such as a mask, is cut with it,
         # and one of the same shape in both is equal for all parts; any other exists only as a

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...core import CaptureError, InputError
+from ...core import CaptureError, InputError, counted
 from ...graph import (
     NO_VALUE,
     Call,
@@ -397,8 +397,9 @@ def _refusal(
         # A gradient's way through a loop is hidden from this walk; the first result then stands for
         # all.
         first = paths[0] if paths else graph.outputs[0].path
-        more = f" and {len(paths) - 1} more outputs depend" if len(paths) > 1 else " depends"
-        lines.setdefault(f"{describe(op)}: {refused[index]}", f"{first}{more}")
+        others = f" and {counted(len(paths) - 1, 'more output')} depend"
+        more = others if len(paths) > 1 else " depends"
+        lines.setdefault(f"{describe(op, graph)}: {refused[index]}", f"{first}{more}")
     shown = list(lines.items())[:3]
     text = "".join(f"\n  - {line}; {reached} on it" for line, reached in shown)
     more = f"\n  - and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""

@@ -18,6 +18,7 @@ from ...graph import (
     Literal,
     Op,
     Role,
+    line_or_nearest,
     source_line,
     split_scans,
     traits_of,
@@ -311,6 +312,9 @@ def where(op: Op) -> str:
     return source_line(op, short=False) or op.scope or "an unknown line"
 
 
-def describe(op: Op) -> str:
-    """An operator as a reader finds it again: its name and the user's line."""
-    return f"`{op.name}` at {where(op)}"
+def describe(op: Op, graph: Graph | None = None) -> str:
+    """An operator as a reader finds it again: its name and the user's line or, if its graph is
+    given, the nearest line that JAX knows: of what `jnp.cumsum` and others call it knows none.
+    """
+    near = "" if graph is None or source_line(op) else line_or_nearest(graph, op.index)
+    return f"`{op.name}` {near or f'at {where(op)}'}"
