@@ -268,3 +268,30 @@ def test_a_branch_for_one_example_is_refused():
 
     with pytest.raises(CaptureError, match="looks at the size of the batch"):
         plan(loss, 8)
+
+
+@pytest.mark.parametrize("is_refused", [True, False], ids=["once a step", "with each micro-batch"])
+def test_a_queue_whose_place_changes_once_a_step_is_refused(is_refused):
+    """Every micro-batch would write its rows to the same place, and leave old ones behind it."""
+
+    def train_step(state, batch):
+        def loss(w):
+            hidden = batch["x"] @ w
+            return jnp.mean((hidden @ state["queue"].T) ** 2), hidden
+
+        (value, hidden), grads = jax.value_and_grad(loss, has_aux=True)(state["w"])
+        place = state["place"]
+        queue = jax.lax.dynamic_update_slice_in_dim(state["queue"], hidden, place, 0)
+        written = hidden.shape[0] if is_refused else (hidden[:, 0] < jnp.inf).sum()
+        new = {"w": state["w"] - 0.1 * grads, "queue": queue, "place": (place + written) % 32}
+        return new, value
+
+    place = jax.ShapeDtypeStruct((), jnp.int32)
+    state = {"w": W, "queue": jax.ShapeDtypeStruct((32, 3), jnp.float32), "place": place}
+    graph = capture(train_step, state, BATCH)
+    if is_refused:
+        with pytest.raises(CaptureError, match="a place that state.place gives"):
+            plan_micro_batches(graph, 2, semantics="independent")
+    else:
+        found = plan_micro_batches(graph, 2, semantics="independent")
+        assert found.combine["[0].place"] == "handed on"

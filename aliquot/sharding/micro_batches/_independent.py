@@ -20,6 +20,7 @@ from ...graph import (
     Call,
     Graph,
     Item,
+    Operand,
     Phase,
     Role,
     ValueId,
@@ -107,6 +108,7 @@ class _Cut:
 
     def cut(self) -> OwnParts:
         self._refuse_lookups()
+        self._refuse_fixed_places()
         late, crossing = self._late()
         self._refuse_second_training(late)
         summed = self._are_gradients_sums(crossing)
@@ -212,6 +214,35 @@ class _Cut:
                 f"{describe(op)} looks up examples by numbers that come with the batch, which may"
                 " lie in another micro-batch"
             )
+
+    def _refuse_fixed_places(self) -> None:
+        """Refuse rows of state, such as those of a queue of keys, that every micro-batch would
+        write to one place, because the number of the place changes once a step.
+        """
+        handed = {value for value, _ in self.handed_on}
+        # What comes of state that changes once a step, with the path of that state.
+        once: dict[Operand, str] = {}
+        for given in self.graph.inputs:
+            if given.output is None or given.value in handed:
+                continue
+            made = self.graph.outputs[given.output].value
+            if made != given.value and made not in self.after_backward:
+                once[given.value] = given.path
+        for item in self.items:
+            for path in [once[v] for v in item.inputs if v in once][:1]:
+                once |= dict.fromkeys(item.outputs, path)
+            if handed.isdisjoint(item.inputs):
+                continue
+            handed.update(item.outputs)
+            for op in (self.graph.ops[k] for k in item.ops):
+                places = {"dynamic_update_slice": op.inputs[2:], "scatter": op.inputs[1:2]}
+                moved = [v for v in places.get(op.name, ()) if v in once]
+                if op.inputs[0] in handed and moved:
+                    raise self._refusal(
+                        f"{describe(op)} writes to a place that {once[moved[0]]} gives, which"
+                        " changes once a step, so that each micro-batch would overwrite what the"
+                        " one before wrote"
+                    )
 
     def _refuse_second_training(self, late: Sequence[int]) -> None:
         """Refuse a second training that takes the updated parameters of the first."""
