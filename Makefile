@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo release-check test test-all version-test verify-test maxtext-test page-test pictures lint bench bench-small bench-alpa docs clean versions
+.PHONY: help demo release-check test test-all version-test verify-test maxtext-test page-test all-options pictures lint bench bench-small bench-alpa docs clean versions
 
 help:
 	@echo "make demo         plan and train a small GPT on 8 virtual devices (DATA=path for your own text)"
@@ -25,6 +25,7 @@ help:
 	@echo "make verify-test  real compilations for GPUs that are not here (downloads 0.3 GB once; ONLY=part of names)"
 	@echo "make maxtext-test MaxText's own step under exported settings (MAXTEXT=folder of its sources; downloads 0.2 GB once)"
 	@echo "make page-test    pages of plans in a real browser (downloads 0.3 GB once)"
+	@echo "make all-options  the page of all commands and options"
 	@echo "make pictures     the pictures of the documentation"
 	@echo "make lint         formatting, lint and types"
 	@echo "make bench        every benchmark that needs nothing else, each writing a dated result"
@@ -109,6 +110,10 @@ $(BROWSER)/.installed: $(INSTALLED)
 
 page-test: $(BROWSER)/.installed
 	PYTHONPATH='$(abspath $(BROWSER))' $(BIN)/python -m pytest tests/report/test_page_in_browser.py
+
+all-options: $(INSTALLED)
+	$(BIN)/python -m typer aliquot.cli._app utils docs --name aliquot --title 'All commands and options' \
+	    --output docs/all-options.md
 
 pictures: $(BROWSER)/.installed
 	PYTHONPATH='$(abspath $(BROWSER))' $(BIN)/python tests/browser/pictures.py

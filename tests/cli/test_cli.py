@@ -32,6 +32,27 @@ def test_the_page_of_the_command_line_names_every_verb():
             assert re.search(rf"`(aliquot {name} )?{inner}`", row), (name, inner)
 
 
+def test_the_page_of_all_options_is_complete():
+    """`make all-options` writes it."""
+    page = (Path(__file__).parents[2] / "docs" / "all-options.md").read_text()
+    said = {}
+    for section in page.split("\n## ")[1:]:
+        for part in section.split("\n### "):
+            said[part.split("`")[1]] = " ".join(part.split())
+    verbs = {}
+    for name, verb in typer.main.get_command(app).commands.items():
+        verbs[f"aliquot {name}"] = verb
+        verbs |= {f"aliquot {name} {k}": v for k, v in getattr(verb, "commands", {}).items()}
+    assert said.keys() == verbs.keys()
+    for name, verb in verbs.items():
+        options = [param for param in verb.params if param.param_type_name == "option"]
+        for option in options:
+            assert f"`{option.opts[0]}" in said[name] or option.hidden, (name, option.opts)
+            help_text = " ".join((option.help or "").split())
+            assert help_text in said[name] or option.hidden, (name, option.opts)
+        assert said[name].count("* `--") >= sum(not option.hidden for option in options)
+
+
 @pytest.mark.parametrize(
     "group", [[], ["aceso"], ["blocks"], ["profile"], ["checkpoint"], ["bench"]]
 )
