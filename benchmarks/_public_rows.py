@@ -99,6 +99,10 @@ FRAMEWORKS = (
     ("Meta's own", "Meta's own", "PyTorch"),
     ("NeuronX", "NeuronX Distributed", "PyTorch"),
 )
+# Megatron-Bridge's own configurations of FSDP on these keep the activations of 20 and 40 layers in
+# host memory (`cpu_offloading_num_layers` in scripts/performance/configs/llama), which its reports
+# leave out.
+_KEEPS_IN_HOST = {("llama3-70b", "GB300"), ("llama3-70b", "GB200")}
 # A flag of rows, by its beginning.
 _STATE_IN_HOST = "optimizer states are split inside a host"
 # Frameworks that recompute only where they are told to, so that a row without a word on it does
@@ -198,6 +202,9 @@ def express(row: dict[str, Any], *, is_fresh: bool = False) -> Case:
             reasons.append("recomputation that keeps arrays in host memory")
         else:
             reasons.append(f"recomputation: {row['recompute'] or 'not stated'}")
+    is_bridge = row["framework"].startswith("Megatron-Bridge")
+    if is_bridge and degrees["fsdp"] and (model["name"], where["device"]) in _KEEPS_IN_HOST:
+        reasons.append("recomputation that keeps arrays in host memory")
     in_host = any(flag.startswith(_STATE_IN_HOST) for flag in row.get("flags") or ())
     if in_host and (degrees["tp"] or 1) > 1:
         reasons.append("optimizer states split inside a host beside tensor parallelism")
