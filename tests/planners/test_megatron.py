@@ -497,7 +497,7 @@ def test_nothing_to_split():
         return jnp.mean((batch["x"] * params["scale"]) ** 2)
 
     step = momentum_step(loss, {"scale": array(64)}, {"x": array(32, 64)})
-    with pytest.raises(InputError, match="has none that could be. Use method dp, fsdp or auto"):
+    with pytest.raises(InputError, match="has no such pair. Use method dp, fsdp or auto"):
         aq.plan(*step, cluster=CLUSTER, method=layout_by_name("tp:8"))
 
 

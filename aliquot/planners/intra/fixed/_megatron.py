@@ -137,9 +137,9 @@ class MegatronSplit(AbstractRule):
         experts = expert_split(problem.nodes, kinds) if self.expert > 1 else {}
         if self.tensor > 1 and not tensor.factors:
             raise InputError(
-                f"Tensor parallelism of degree {self.tensor} splits products of a weight and what"
-                f" is computed from the batch, and {problem.graph.name} has none that could be. Use"
-                " method dp, fsdp or auto."
+                f"Tensor parallelism of degree {self.tensor} splits pairs of products with weights,"
+                " the first along what it makes and the second along what it takes, and"
+                f" {problem.graph.name} has no such pair. Use method dp, fsdp or auto."
             )
         if self.expert > 1 and not experts:
             raise InputError(
