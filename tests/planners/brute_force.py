@@ -117,15 +117,15 @@ class _Judge:
         )
         use = sum(table[pick] for table, pick in zip(self.memory, picks, strict=True))
         for share in self.shares:
-            paid, summed = share.cost(picks)
+            paid, summed, hidden = share.cost(picks)
             if share.gradient:
                 gradient = gradient + paid
                 # Without micro-batches every sum of gradients comes once in a step.
-                once = once + self.target.overlap_fraction * (paid if self.repeats == 1 else 0.0)
+                once = once + (hidden if self.repeats == 1 else 0.0)
             else:
                 communication = communication + paid
             if share.beside:
-                hideable = hideable + self.target.overlap_fraction * paid
+                hideable = hideable + hidden
             elif share.in_passes:
                 hideable = hideable + self.target.activation_overlap * summed
         for copies in self.copies:
@@ -207,10 +207,19 @@ class _Share:
             for p, q in pairs
         ]
         self.summed = np.where(hides, self.paid, 0.0)
+        # Sums of gradients over several hosts hide less.
+        target, hosts = judge.target, judge.mesh.axes_between_hosts
+        fractions = [
+            min(target.overlap_fraction, target.gradient_overlap_between_hosts)
+            if self.gradient and any(p[a] <= PARTIAL < q[a] for a in hosts)
+            else target.overlap_fraction
+            for p, q in pairs
+        ]
+        self.hidden = np.array(fractions) * self.paid
 
-    def cost(self, picks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of each combination, and the part of them that goes to sums and
-        gathers.
+    def cost(self, picks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds of each combination, the part of them that goes to sums and gathers, and what
+        hides of them beside compute.
         """
         codes = [
             c[picks[e.source], picks[e.target]] for e, c in zip(self.edges, self.codes, strict=True)
@@ -218,6 +227,7 @@ class _Share:
         return (
             _sum_distinct(codes, [self.paid[c] for c in codes]),
             _sum_distinct(codes, [self.summed[c] for c in codes]),
+            _sum_distinct(codes, [self.hidden[c] for c in codes]),
         )
 
 

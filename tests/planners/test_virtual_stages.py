@@ -145,7 +145,7 @@ def test_chunks_are_tried_with_levels_of_recomputation(monkeypatch):
     """Also where few of them have to recompute everything, so that the closed form says more than
     the simulation.
     """
-    work = zoo.build("gpt-2.6b", 96, dtype="float16", recompute="none")
+    work = zoo.build("gpt-2.6b", 112, dtype="float16", recompute="none")
     method = aq.PipeshardParallel(num_stages=8, num_micro_batches=16, schedule="interleaved-1f1b")
 
     def found():
