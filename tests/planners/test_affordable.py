@@ -7,7 +7,7 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import make_problem, price
-from aliquot.planners import WholeProgram
+from aliquot.planners import ILP, WholeProgram
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search, _ilp
 from aliquot.planners.intra.ilp._affordable import affordable
@@ -37,7 +37,11 @@ def best(priced):
 def search(priced, ceiling_s):
     """The bound and the solution of a search up to a ceiling."""
     found = Search(
-        priced, everything(priced), limit_bytes=UNLIMITED, relative_gap=0.0, ceiling_s=ceiling_s
+        priced,
+        everything(priced),
+        limit_bytes=UNLIMITED,
+        planner=ILP(relative_gap=0.0),
+        ceiling_s=ceiling_s,
     )
     return found.bound(), found.improve()
 

@@ -22,6 +22,7 @@ from aliquot.planners.intra.ilp._program import alive_bytes, build_program
 from aliquot.planners.intra.ilp._prove import rules_out
 
 _CLUSTER = Cluster.preset("8xH100")
+_EXACT = ILP(relative_gap=0.0, work_limit=np.inf)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def solved(priced, tight_bytes):
 
 
 def searched(priced, limit, **options):
-    search = Search(priced, everything(priced), limit_bytes=limit, relative_gap=0.0, **options)
+    search = Search(priced, everything(priced), limit_bytes=limit, planner=_EXACT, **options)
     search.bound()
     return search
 
@@ -101,7 +102,7 @@ def test_a_relaxation_that_does_not_end_by_pivots_is_solved_from_the_inside(pric
 
 def test_a_bound_stays_where_a_relaxation_is_given_up(priced, solved, hasty):
     limit, best = next(iter(solved.items()))
-    search = Search(priced, everything(priced), limit_bytes=limit, relative_gap=0.0)
+    search = Search(priced, everything(priced), limit_bytes=limit, planner=_EXACT)
     first = search.start()
     hasty()
     # Rows for memory are solved in vain; the bound without them holds.
@@ -115,7 +116,7 @@ def test_a_bound_stays_where_a_relaxation_is_given_up(priced, solved, hasty):
 
 def test_branching_without_work_keeps_what_is_known(priced, solved):
     for limit, best in solved.items():
-        search = searched(priced, limit, work=Work(0.0))
+        search = searched(priced, limit, notes={_ilp._WORK: Work(0.0)})
         known, found = search.incumbent(), search.improve()
         assert search.lower_bound_s <= best.step_time_s * (1 + 1e-9)
         if known is None:
@@ -134,7 +135,7 @@ def test_branching_without_work_keeps_what_is_known(priced, solved):
 def test_all_spaces_share_their_work(priced, solved):
     limit = next(iter(solved))
     work = Work(1e12)
-    searched(priced, limit, work=work).improve()
+    searched(priced, limit, notes={_ilp._WORK: work}).improve()
     assert work.left < 1e12
 
 

@@ -7,11 +7,13 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import make_problem, price, timeline
+from aliquot.planners import ILP
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search, _ilp
 
 # One host: over two, the fastest splits of this step are those that take the least memory, too.
 _CLUSTER = Cluster.preset("8xH100")
+_EXACT = ILP(relative_gap=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +34,9 @@ def searches():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Search, "_nothing_below", lambda search, ceiling_s: False)
         for limit in np.linspace(least, most, 10)[1:-1]:
-            search = Search(priced, everything(priced), limit_bytes=limit, relative_gap=0.0)
+            search = Search(priced, everything(priced), limit_bytes=limit, planner=_EXACT)
             bound = search.bound()
-            exact = Search(priced, everything(priced), limit_bytes=limit, relative_gap=0.0)
+            exact = Search(priced, everything(priced), limit_bytes=limit, planner=_EXACT)
             exact.bound()
             best = exact.improve()
             if best is not None and not search.integral:

@@ -7,9 +7,9 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import make_problem, price, timeline
+from aliquot.planners import ILP
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
-from aliquot.planners.intra.ilp._ilp import Work
 from aliquot.planners.intra.ilp._least import LeastPeak
 
 _CLUSTER = Cluster.preset("2x4xV100-16GB")
@@ -45,7 +45,7 @@ def searched(priced, limit, **options):
 @pytest.mark.slow
 def test_a_tight_search_takes_few_relaxations_and_integer_programs(graph):
     priced = priced_on(graph, (8,))
-    search = searched(priced, between(priced, 4)[0], work=Work(1e8))
+    search = searched(priced, between(priced, 4)[0], planner=ILP(work_limit=1e8))
     solves = search.num_solves
     best = search.improve()
     assert best is not None and best.step_time_s <= 1.02 * search.lower_bound_s
