@@ -299,7 +299,7 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
                     return None
         return found
 
-    for position, count in enumerate(counts):
+    for count in counts:
         # Problems are not made where another shows their size.
         if any(count % n == 0 for n in refused) or any(is_too_large(p, count) for p in made):
             continue
@@ -315,9 +315,9 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
         best = solved(problem)
         if best is not None:
             return best
-        if position == 0 and fewest == 1 and len(counts) > 2:
+        finest = counts[-1]
+        if len(made) == 2 and fewest == 1 and count != finest:
             # Nothing fits where the finest micro-batches do not.
-            finest = counts[-1]
             if not task.decomposes(finest):
                 refused.append(finest)
                 continue

@@ -263,7 +263,7 @@ def test_names():
         method_by_name("megatron:dp8,ulysses")
 
 
-def test_where_the_finest_micro_batches_do_not_fit_none_between_is_looked_at():
+def test_where_two_numbers_and_the_finest_do_not_fit_no_other_is_looked_at():
     config = zoo.configure("llama-70b", **SIZES)
     work = zoo.build(config, 64, dtype="bf16", recompute="block", attention="plain")
     graph = capture(work.train_step, work.state, work.batch)
@@ -287,4 +287,4 @@ def test_where_the_finest_micro_batches_do_not_fit_none_between_is_looked_at():
 
     # A little less than without casts that are kept for the whole step.
     task = Noted(graph=graph, cluster=cluster, memory_limit_bytes=0.9 * least)
-    assert simple_plan(task) is None and set(made) == {1, 8}
+    assert simple_plan(task) is None and made[-1] == 8 and set(made) == {1, 4, 8}
