@@ -96,7 +96,9 @@ def test_training_examples_train(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tpu_example_verifies_or_says_what_to_install(tmp_path):
+def test_the_tpu_example_verifies_or_says_what_to_install(tmp_path, monkeypatch):
+    # What to install is said from the folder that the example runs in.
+    monkeypatch.chdir(tmp_path)
     try:
         require_compiler(resolve_target("v5e", aq.Cluster.preset("v5e-16")))
     except CompilerMissingError as error:
