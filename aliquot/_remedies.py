@@ -180,8 +180,8 @@ def remedies_for(
     finest = program_counts(task.graph, cluster.num_devices)[-1]
     if batch_helps and asked.micro_batch_semantics == "exact" and not task.decomposes(finest):
         # No number of micro-batches helps then, unless each is a step of its own.
-        alone = "independent"
-        kinds.append([attempt(f"--micro-batch-semantics {alone}", micro_batch_semantics=alone)])
+        change = "--micro-batch-semantics independent"
+        kinds.append([attempt(change, micro_batch_semantics="independent")])
     if batch_helps:
         kinds.append([attempt(f"--micro-batches {n}", num_micro_batches=n) for n in counts])
         kinds += others

@@ -45,6 +45,7 @@ from .planners import (
     WholeProgram,
     cannot_fit,
     have_equal_rows,
+    least_compute_s,
     simple_plan,
 )
 from .plans import RECOMPUTED_BY_STAGE, ModelReference, Plan, recomputes_by_stage
@@ -388,7 +389,7 @@ def plan_variants(
             outcome = "not searched: it would compute or keep more, without need"
             tried.append(_tried(variant.name, outcome=outcome))
             continue
-        if math.isfinite(to_beat_s) and task(variant).least_compute_s >= to_beat_s:
+        if math.isfinite(to_beat_s) and least_compute_s(task(variant).problem(1)) >= to_beat_s:
             tried.append(
                 _tried(
                     variant.name,
@@ -505,9 +506,9 @@ def _simple_times(
         k = left[(len(left) - 1) // 2] if is_large and not copies else left[0]
         before, behind = range(left[0], k), range(k + 1, left[-1] + 1)
         variant, known = usual[k], None
-        if fewest > 1:
-            task(variant).problem(fewest)
-        is_slower = best and task(variant).least_compute_s >= best.step_time_s
+        # No simple plan has fewer micro-batches.
+        least_s = least_compute_s(task(variant).problem(fewest))
+        is_slower = best and least_s >= best.step_time_s
         if not is_slower and (known := simple(variant, fewest)) is not None:
             if best is None or known.step_time_s < best.step_time_s:
                 best, fastest = known, variant

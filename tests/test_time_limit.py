@@ -79,7 +79,7 @@ def test_the_best_plan_so_far_is_the_answer_with_its_gap(stopped, monkeypatch):
         raise stopped
 
     monkeypatch.setattr("aliquot.planners._pipelines.Pipelines.open", stop)
-    monkeypatch.setattr("aliquot.planners._base.least_compute_s", lambda problem: 0.0)
+    monkeypatch.setattr("aliquot.planners._auto.least_compute_s", lambda problem: 0.0)
     plan = aq.plan(*STEP, cluster=CLUSTER, time_limit_s=3600.0)
     known = plan.provenance
     assert known.status == "time limit reached" and "time limit reached" in " ".join(

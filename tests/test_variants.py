@@ -149,7 +149,7 @@ def test_where_no_way_fits_whole_the_middle_one_tells_of_those_that_keep_more(mo
 
     monkeypatch.setattr(_variants, "simple_plan", simple)
     monkeypatch.setattr(_variants, "cannot_fit", lambda problem: True)
-    monkeypatch.setattr(_base, "least_compute_s", lambda problem: 0.0)
+    monkeypatch.setattr(_variants, "least_compute_s", lambda problem: 0.0)
     made = zoo.build("gpt-125m", 8, recompute="none")
     variant = _variants.Variant(step=made.train_step, args=(made.state, made.batch))
     ways = variant.ways_to_recompute(None)

@@ -14,6 +14,7 @@ from ._methods import WholeProgram, simple_plan
 from ._pipelines import PipelineCounts, Pipelines
 from ._pipeshard import PipeshardParallel
 from ._programs import Programs
+from ._quick_bounds import least_compute_s
 from ._search import AbstractFamily, Hosts, Search
 from .intra import ILP, AbstractIntra
 
@@ -69,9 +70,10 @@ class Auto(AbstractMethod):
         """
         task.refuse_large_state()
         asked = task.num_micro_batches
+        problem = task.problem(1 if asked is None else asked)
         pipeshard = PipeshardParallel(intra=self.intra, num_micro_batches=asked)
         searches_pipelines = self.pipelines and self.mesh_shape is None
-        compute_s = task.least_compute_s * task.cluster.num_devices
+        compute_s = least_compute_s(problem) * task.cluster.num_devices
 
         def families(task: Task) -> list[AbstractFamily]:
             devices = task.cluster.num_devices
@@ -97,7 +99,7 @@ class Auto(AbstractMethod):
         if self.mesh_shape is None:
             on_fewer = Hosts.below(task, families, compute_s / task.cluster.num_devices)
         decision = search.run([*families(task), *on_fewer], "auto")
-        return decision or self._refused(search, task.problem(asked or 1))
+        return decision or self._refused(search, problem)
 
     def _refused(self, search: Search, problem: Problem) -> Decision:
         """Say why nothing fits, after a search if arrays alone are too large for one program."""

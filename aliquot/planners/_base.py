@@ -24,7 +24,6 @@ from ..sharding import (
     plan_micro_batches,
     runs_in_groups,
 )
-from ._quick_bounds import least_compute_s
 
 _STAYS = (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE)
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -216,14 +215,6 @@ class Task:
         """
         return sum(self.state_bytes.values()) <= self.limit_bytes * self.cluster.num_devices
 
-    @property
-    def least_compute_s(self) -> float:
-        """A lower bound on the step time of its plans, in seconds; from the problem that was made
-        with the fewest micro-batches: where none was made with fewer, they need not be looked at.
-        """
-        made = [count for count, *other in self._made if tuple(other) == self._made_for]
-        return least_compute_s(self.problem(min(made, default=1)))
-
     def refuse_large_state(self) -> None:
         """Check `holds_state`.
 
@@ -286,7 +277,7 @@ class Task:
 
     def _problem(self, count: int) -> tuple[Problem, Mapping[str, str]]:
         if count not in self._problems:
-            key = count, *self._made_for
+            key = count, self.semantics, self.on_missing_rule, self.cluster.device
             if key not in self._made:
                 self._made[key] = self._make(count)
             problem, combine = self._made[key]
@@ -295,10 +286,6 @@ class Task:
             )
             self._problems[count] = of_task, combine
         return self._problems[count]
-
-    @property
-    def _made_for(self) -> tuple[Any, ...]:
-        return self.semantics, self.on_missing_rule, self.cluster.device
 
     def _make(self, count: int) -> tuple[Problem, Mapping[str, str]]:
         part, combine = self.graph, dict[str, str]()

@@ -24,7 +24,7 @@ from ._counts import MANY_DEVICES, counts_to_try, drawn_between
 from ._helper import HelperProcess
 from ._layer_costs import PricedLayers, price_layers
 from ._programs import FewerMicroBatches, as_one_program
-from ._quick_bounds import cannot_fit
+from ._quick_bounds import cannot_fit, least_compute_s
 from ._search import AbstractFamily, Search
 from ._solve_stages import solve_with
 from ._tried import listed, tried_counts
@@ -177,7 +177,8 @@ class Pipelines(AbstractFamily):
 
     def _one_may_do(self, search: Search) -> bool:
         """Whether a pipeline of a single micro-batch, the last resort, may be fast enough."""
-        least_s, to_beat_s = self.task.least_compute_s, search.to_beat_s(self.task)
+        least_s = least_compute_s(self.task.problem(1))
+        to_beat_s = search.to_beat_s(self.task)
         return _one_micro_batch_may_do(self.task, least_s, to_beat_s, _IDLE_WITH_ONE)
 
 

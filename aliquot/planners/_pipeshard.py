@@ -18,6 +18,7 @@ from ._method import AbstractMethod
 from ._methods import ShardParallel, WholeProgram, simple_plan
 from ._pipelines import PipelineCounts, Pipelines
 from ._programs import Programs
+from ._quick_bounds import least_compute_s
 from ._search import AbstractFamily, Hosts, Search
 from ._tried import tried_decision
 from .inter import AbstractInter, StageDP, StageLimits
@@ -198,7 +199,7 @@ class PipeshardParallel(AbstractMethod):
 
         on_fewer = list[Hosts]()
         if self.inter.searches and task.cluster.num_hosts > 1:
-            on_fewer = Hosts.below(task, families, task.least_compute_s)
+            on_fewer = Hosts.below(task, families, least_compute_s(task.problem(1)))
         to_beat_s = min(self.faster_than_s, known.step_time_s if known is not None else math.inf)
         search = Search(task=task, faster_than_s=to_beat_s)
         decision = search.run([*families(task), *on_fewer], self.inter.method) or known

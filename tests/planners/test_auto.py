@@ -138,7 +138,7 @@ def test_pipelines_are_not_searched_where_they_cannot_help(method, cluster, monk
 
 def test_pipelines_are_not_searched_where_one_program_is_all_compute(monkeypatch):
     no_pipelines(monkeypatch, AssertionError("pipelines were searched"))
-    monkeypatch.setattr("aliquot.planners._base.least_compute_s", lambda problem: 1.0)
+    monkeypatch.setattr("aliquot.planners._auto.least_compute_s", lambda problem: 1.0)
     assert len(aq.plan(*STEP, cluster=CLUSTER).stages) == 1
 
 
@@ -228,7 +228,7 @@ def test_stages_are_not_solved_as_wholes_where_they_promise_no_less(method, coun
     # As if layers promised ten times as much as the program takes.
     for name, value in [("_SMALL", 0), ("_IDLE_WITH_ONE", math.inf), ("_LESS_AS_WHOLES", -9.0)]:
         monkeypatch.setattr(f"aliquot.planners._pipelines.{name}", value)
-    monkeypatch.setattr("aliquot.planners._base.least_compute_s", lambda problem: 0.0)
+    monkeypatch.setattr("aliquot.planners._auto.least_compute_s", lambda problem: 0.0)
     monkeypatch.setattr(
         "aliquot.planners._pipelines.solve_with", lambda *args: pytest.fail("solved as wholes")
     )
