@@ -23,9 +23,12 @@ from aliquot.planners import (
     DataParallel,
     Megatron,
     PipeshardParallel,
+    Task,
     WholeProgram,
     method_by_name,
+    simple_plan,
 )
+from aliquot.sharding.micro_batches import _micro_batches
 
 CLUSTER = Cluster.preset("1x4xH100")
 # Activations weigh more than parameters, so that micro-batches help.
@@ -418,7 +421,7 @@ def test_a_step_that_does_not_decompose_has_remedies_without_micro_batches():
     assert not [each for each in remedies if each.change.startswith("--micro-batches")]
 
 
-def test_independent_micro_batches_are_tried_where_the_step_does_not_decompose():
+def test_independent_micro_batches_are_tried_where_the_step_does_not_decompose(monkeypatch):
     def step(params, x):
         def loss(params):
             hidden = jnp.tanh(x @ params["first"])
@@ -437,6 +440,10 @@ def test_independent_micro_batches_are_tried_where_the_step_does_not_decompose()
         aq.plan(step, params, x, cluster=CLUSTER, memory_limit_bytes=limit)
     remedies = aq.find_remedies(step, params, x, cluster=CLUSTER, memory_limit_bytes=limit)
     found = {each.change: each.plan for each in remedies}
+    # A simple plan asks whether the step decomposes, and writes no text that nobody reads.
+    monkeypatch.setattr(_micro_batches, "_refusal", lambda *args: pytest.fail("a refusal"))
+    task = Task(graph=aq.capture(step, params, x), cluster=CLUSTER, memory_limit_bytes=limit)
+    assert simple_plan(task) is None
     plan = found["--micro-batch-semantics independent"]
     assert plan is not None and plan.num_micro_batches > 1
     assert plan.prediction.peak_memory_bytes <= limit

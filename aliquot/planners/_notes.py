@@ -163,8 +163,8 @@ def changed_state_note(graph: Graph) -> Iterator[str]:
     if found:
         more = f", and {counted(len(found) - 1, 'more array')} likewise" if len(found) > 1 else ""
         yield (
-            f"The step takes {found[0]}{more}. A plan is for one of the two, so that the second"
-            f" step is refused what the first returned. {found[0].advice}"
+            f"The step takes {found[0]}{more}. A second step"
+            f" refuses what the first has returned. {found[0].advice}"
         )
 
 

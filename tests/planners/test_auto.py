@@ -14,7 +14,14 @@ import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import CaptureError, InfeasibleError, InputError
 from aliquot.cost import known_memory, make_problem, timeline
-from aliquot.planners import Auto, Interrupted, PipeshardParallel, Task, WholeProgram
+from aliquot.planners import (
+    Auto,
+    Interrupted,
+    PipeshardParallel,
+    Task,
+    WholeProgram,
+    least_compute_s,
+)
 from aliquot.planners._base import TooSlowError
 
 STEP = mlp((256, 512, 512, 256), 64)
@@ -179,12 +186,16 @@ def test_pipelines_are_searched_on_many_devices_and_plans_say_which_numbers_were
     ],
 )
 def test_no_plan_undercuts_the_least_compute(method, cluster):
-    from aliquot.cost import make_problem
-    from aliquot.planners import least_compute_s
-
     step = deep(1024, 4096, 4)
     least_s = least_compute_s(make_problem(aq.capture(*step), cluster))
     assert 0 < least_s <= aq.plan(*step, cluster=cluster, method=method).prediction.step_time_s
+
+
+def test_the_least_compute_is_that_of_all_micro_batches():
+    task = Task(graph=aq.capture(*deep(1024, 4096, 4)), cluster=CLUSTER)
+    whole, parts = (least_compute_s(task.problem(count)) for count in (1, 4))
+    # Smaller products are no more efficient; the update runs once.
+    assert whole * (1 - 1e-9) <= parts < 2 * whole
 
 
 @pytest.mark.parametrize(
