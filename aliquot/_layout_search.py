@@ -12,7 +12,7 @@ from typing import Any
 
 from ._variants import Variant, plan_variants
 from .cluster import Cluster
-from .core import InfeasibleError, InputError, format_bytes
+from .core import InfeasibleError, InputError, divisors, format_bytes
 from .graph import Role
 from .interop.frameworks import FRAMEWORKS, Found, Settings, Table, write_settings
 from .planners import ATTENTION_WAYS, PipelineOptions, Progress, least_compute_s, method_by_name
@@ -21,6 +21,8 @@ from .zoo import AbstractTextConfig, build
 
 _NO_LIMIT_BYTES = 1e18
 _LEAST_GAIN = 0.01
+# The most rows of a micro-batch on each rank.
+_MOST_ROWS = 1024
 # Ways to recompute that are tried, besides none.
 _RECOMPUTED = ("minimal", "block")
 # Ways to recompute with which layers are a loop.
@@ -190,9 +192,9 @@ def _layouts(
     """
     one = replace(settings, stage_layers=(), num_micro_batches=None)
     devices = cluster.num_devices
-    degrees = [n for n in range(1, devices + 1) if devices % n == 0]
+    degrees = divisors(devices)
     experts = [n for n in degrees if num_experts % n == 0] if num_experts else [1]
-    micro_batches = {one.micro_batch or 1, *(2**k for k in range(11))}
+    micro_batches = {one.micro_batch or 1, *divisors(one.global_batch or 1, most=_MOST_ROWS)}
     hosts = [None, cluster.devices_per_host] if cluster.num_hosts > 1 else [None]
     for tensor, context, pipeline, expert in product(degrees, degrees, degrees, experts):
         data, rest = divmod(devices, tensor * context * pipeline)

@@ -506,8 +506,7 @@ def _simple_times(
         k = left[(len(left) - 1) // 2] if is_large and not copies else left[0]
         before, behind = range(left[0], k), range(k + 1, left[-1] + 1)
         variant, known = usual[k], None
-        # No simple plan has fewer micro-batches.
-        least_s = least_compute_s(task(variant).problem(fewest))
+        least_s = least_compute_s(task(variant).problem(1))
         is_slower = best and least_s >= best.step_time_s
         if not is_slower and (known := simple(variant, fewest)) is not None:
             if best is None or known.step_time_s < best.step_time_s:

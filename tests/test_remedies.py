@@ -354,6 +354,20 @@ def test_micro_batches_that_an_error_advises_fit(tight):
         aq.plan(*STEP, cluster=CLUSTER, **one | {"num_micro_batches": more})
 
 
+def test_advised_micro_batches_divide_the_batch_and_the_devices_divide_each():
+    """Of 4 x 3 x 3 x 5 rows on 4 devices 2 micro-batches leave 90, which 4 do not divide."""
+    step = mlp((64, 128, 64), 180)
+    one = {"method": DataParallel(), "num_micro_batches": 1}
+    needs = [
+        aq.plan(*step, cluster=CLUSTER, **one | {"num_micro_batches": n}).prediction for n in (1, 3)
+    ]
+    one["memory_limit_bytes"] = sum(each.peak_memory_bytes for each in needs) / 2
+    advice = refusal(step, **one).advice
+    (count,) = (int(each.split()[0]) for each in advice if "micro-batches" in each)
+    assert count in (3, 5)
+    aq.plan(*step, cluster=CLUSTER, **one | {"num_micro_batches": count})
+
+
 def test_devices_that_an_error_advises_fit():
     asked = {"method": aq.Zero3Parallel(), "memory_limit_bytes": 4 * STATE_BYTES}
     asked["num_micro_batches"] = 1

@@ -17,7 +17,7 @@ from command_line import refused, run
 import aliquot as aq
 from aliquot import _variants, zoo
 from aliquot.cost import make_problem
-from aliquot.planners import _base
+from aliquot.planners import _base, simple_plan
 from aliquot.plans import RECOMPUTED_BY_STAGE, ModelReference, Plan, how_recomputed
 
 CLUSTER = aq.Cluster.preset("1x2xV100-32GB")
@@ -158,6 +158,29 @@ def test_where_no_way_fits_whole_the_middle_one_tells_of_those_that_keep_more(mo
     assert looked_at == ["block", "narrow", "save_attention", "save_qkv"]
     assert math.isfinite(found["save_attention"]) and found["block"] == math.inf
     assert {*found} == {"save_attention", "block", "fused"}
+
+
+def test_the_whole_batch_tells_which_micro_batches_are_too_large(monkeypatch):
+    """Its problem bounds the compute and the memory of others, which then need none."""
+    made = []
+
+    def counted(graph, cluster, **options):
+        made.append(options["num_micro_batches"])
+        return make_problem(graph, cluster, **options)
+
+    monkeypatch.setattr(_base, "make_problem", counted)
+    asked = {"num_micro_batches": 1, "method": aq.Zero3Parallel(), "cluster": CLUSTER}
+    needs = [
+        aq.plan(*build(), **asked | {"num_micro_batches": n}).prediction.peak_memory_bytes
+        for n in (1, 8)
+    ]
+    made.clear()
+    step, *args = build()
+    (variant,) = _variants.Variant(step=step, args=tuple(args)).ways_to_recompute("none")
+    task = variant.task(CLUSTER, memory_limit_bytes=needs[1] * 1.01)
+    found = simple_plan(task, fewest=2)
+    assert found.num_micro_batches > 2 and needs[0] > needs[1]
+    assert 1 in made and 2 not in made
 
 
 def test_any_number_of_ways_in_their_order(monkeypatch):

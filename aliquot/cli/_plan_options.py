@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from ..core import InputError
+from ..core import InputError, divisors
 from ._groups import option
 from ._options import ProfilesOfAny, read_layers, read_mesh, read_micro_batches
 
@@ -83,9 +83,8 @@ class MethodOptions:
         if global_batch is not None and global_batch < 1:
             raise InputError(f"--global-batch must be at least 1, got {global_batch}.")
         if global_batch is not None and micro_batches is not None and global_batch % micro_batches:
-            divisors = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
-            near = [n for n in divisors if n < micro_batches][-1:]
-            near += [n for n in divisors if n > micro_batches][:1]
+            near = divisors(global_batch, most=micro_batches)[-1:]
+            near += [n for n in divisors(global_batch) if n > micro_batches][:1]
             # Each micro-batch is then as large as the batch, which the devices divide if they did.
             larger = math.lcm(global_batch, micro_batches)
             raise InputError(

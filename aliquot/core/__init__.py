@@ -3,6 +3,7 @@
 from ._allocator import reuse_freed_memory as reuse_freed_memory
 from ._cores import num_cores as num_cores
 from ._disjoint_sets import DisjointSets as DisjointSets
+from ._divisors import divisors as divisors
 from ._errors import HOW_TO_UPDATE as HOW_TO_UPDATE
 from ._errors import AliquotError as AliquotError
 from ._errors import AliquotWarning as AliquotWarning

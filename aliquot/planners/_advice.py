@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import format_bytes
+from ..core import divisors, format_bytes
 from ..cost import (
     Conversion,
     Priced,
@@ -92,9 +92,9 @@ def what_may_fit(
         if isinstance(p.alive, Resident) and is_batch and p.num_bytes:
             pieces = max(pieces, round(p.alive.num_bytes / p.num_bytes))
     fewest = None
-    for count in (now * 2**k for k in range(1, int(math.log2(MOST_MICRO_BATCHES)) + 1)):
-        if rows * now % count or rows * now // count < pieces:
-            break
+    for count in divisors(rows * now, most=MOST_MICRO_BATCHES):
+        if count <= now or rows * now // count % pieces:
+            continue
         if needed_bytes(now / count, 1.0, sums) <= limit_bytes:
             fewest = count
             advice.append(f"{count} micro-batches or more (now {now})")

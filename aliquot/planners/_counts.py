@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..cluster import Cluster
+from ..core import divisors
 from ..cost import UNIT_FIGURES, Chain
 from ..graph import Graph
 
@@ -30,9 +31,9 @@ def program_counts(graph: Graph, num_devices: int) -> list[int]:
     A batch of 96 on 8 devices may have 1, 2, 3, 4, 6, 12, 24, 48 or 96 of them.
     """
     size = batch_size(graph)
-    divisors = [n for n in range(1, min(size, MOST_MICRO_BATCHES) + 1) if size % n == 0]
-    counts = [n for n in divisors if size // n % num_devices == 0] or [1]
-    for count in divisors:
+    every = divisors(size, most=MOST_MICRO_BATCHES)
+    counts = [n for n in every if size // n % num_devices == 0] or [1]
+    for count in every:
         if count >= 2 * counts[-1]:
             counts.append(count)
     return counts
@@ -47,8 +48,8 @@ def counts_to_try(graph: Graph, cluster: Cluster) -> list[list[int]]:
     smaller micro-batches may fit.
     """
     size = batch_size(graph)
-    divisors = [n for n in range(1, min(size, MOST_MICRO_BATCHES) + 1) if size % n == 0]
-    usual = [n for n in divisors if n * cluster.devices_per_host <= size] or [1]
+    every = divisors(size, most=MOST_MICRO_BATCHES)
+    usual = [n for n in every if n * cluster.devices_per_host <= size] or [1]
     # With a single micro-batch, only one stage is busy at a time.
     first = [n for n in usual if n > 1] or usual
     if cluster.num_devices > MANY_DEVICES:
@@ -59,7 +60,7 @@ def counts_to_try(graph: Graph, cluster: Cluster) -> list[list[int]]:
             if count >= 2 * kept[-1] and 2 * count <= first[-1]:
                 kept.append(count)
         first = kept + list(first[1:][-1:])
-    return [first, [n for n in divisors if n > usual[-1]][-2:]]
+    return [first, [n for n in every if n > usual[-1]][-2:]]
 
 
 def drawn_between(chains: Sequence[Chain], priced: Mapping[int, Chain]) -> list[Chain]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..cluster import Cluster, LogicalMesh
-from ..core import InfeasibleError, InputError
+from ..core import InfeasibleError, InputError, divisors
 from ..cost import MeshUse, Problem, price
 from ._base import Decision, Progress, Task
 from ._method import AbstractMethod
@@ -28,7 +28,8 @@ ZERO_STAGES = {"": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 SEQUENCE = "sp"
 """The word for sequence parallelism between the products that a layout splits."""
 
-_ROWS_OF_A_RANK = (1, 2, 4, 8, 16)
+# The most rows of a micro-batch that each rank takes.
+_MOST_ROWS_OF_A_RANK = 16
 
 
 def layers_word(stage_layers: Sequence[int]) -> str:
@@ -230,7 +231,7 @@ class Megatron(AbstractMethod):
         if asked or not rows:
             return [asked or 1]
         most = rows // data
-        return [most // each for each in _ROWS_OF_A_RANK if most % each == 0]
+        return [most // each for each in divisors(most, most=_MOST_ROWS_OF_A_RANK)]
 
     @property
     def _rule(self) -> MegatronSplit:
@@ -293,10 +294,9 @@ class Megatron(AbstractMethod):
         )
         if cluster.num_devices % others == 0:
             return f"{mismatch} Use dp{cluster.num_devices // others}, or leave dp out."
-        fitting = [n for n in range(1, cluster.num_devices + 1) if cluster.num_devices % n == 0]
         return (
             f"{mismatch} The product of the degrees ep, cp, tp and pp, {others}, must divide the"
-            f" number of devices: use one of {', '.join(map(str, fitting))}."
+            f" number of devices: use one of {', '.join(map(str, divisors(cluster.num_devices)))}."
         )
 
 

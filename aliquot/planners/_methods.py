@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh, logical_mesh_shapes
-from ..core import CaptureError, InfeasibleError, InputError
+from ..core import CaptureError, InfeasibleError, InputError, divisors
 from ..cost import MeshUse, Priced, Problem, price
 from ._base import Decision, Progress, Task, faster
 from ._counts import batch_size, program_counts
@@ -281,14 +281,17 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
         every = [n for n in every if batch // n % cluster.num_devices == 0]
     counts = [n for n in every if n >= fewest]
     refused = list[int]()
-    made = list[Problem]()
+    # Numbers below `fewest` are not solved, but the problem of one tells of the sizes of others.
+    made = [task.problem(1)] if 1 in every and fewest > 1 else []
 
-    def solved(problem: Problem) -> Decision | None:
-        made.append(problem)
+    def solved(count: int, *, most_methods: int | None = None) -> Decision | None:
+        problem = task.problem(count)
+        if problem not in made:
+            made.append(problem)
         found: Decision | None = None
         if cannot_fit(problem):
             return None
-        for method in _simple_methods(cluster, batch // problem.num_micro_batches):
+        for method in _simple_methods(cluster, batch // count)[:most_methods]:
             try:
                 found = faster(found, method.solve(problem, task.progress))
             except InputError:
@@ -308,21 +311,20 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
             refused.append(count)
             continue
         try:
-            problem = task.problem(count)
+            best = solved(count)
         except (InputError, CaptureError):
             refused.append(count)
             continue
-        best = solved(problem)
         if best is not None:
             return best
         finest = counts[-1]
         if len(made) == 2 and fewest == 1 and count != finest:
-            # Nothing fits where the finest micro-batches do not.
+            # Nothing fits where the finest micro-batches do not, with what keeps least.
             if not task.decomposes(finest):
                 refused.append(finest)
                 continue
             with contextlib.suppress(InputError, CaptureError):
-                if solved(task.problem(finest)) is None and have_equal_rows(task):
+                if solved(finest, most_methods=1) is None and have_equal_rows(task):
                     return None
     return None
 
@@ -528,7 +530,7 @@ def _devices_that_share_a_state(shard_within: str | int | None, cluster: Cluster
         )
     if shard_within < 1 or cluster.num_devices % shard_within:
         count = cluster.num_devices
-        sizes = [str(n) for n in range(2, count + 1) if count % n == 0]
+        sizes = [str(n) for n in divisors(count)[1:]]
         raise InputError(
             f"shard_within={shard_within}: the state is split over groups of that many devices,"
             f" which must divide the {count} devices of {cluster.name}."

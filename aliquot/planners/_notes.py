@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ..cluster import Cluster, target_for
-from ..core import counted, format_bytes, format_seconds
+from ..core import counted, divisors, format_bytes, format_seconds
 from ..cost import REPLICATED_BY_PLAN, collective_uses, work_alike
 from ..graph import Graph, Memory, Phase, Role, changed_state, named_operator, source_line
 from ..sharding import entry_operators, find_blocks, outside_blocks
@@ -189,7 +189,7 @@ def _odd_batch(stages: Sequence[StageDecision]) -> Iterator[str]:
             f"the batch of {size}" if count == 1 else f"each of the {count} micro-batches of {size}"
         )
         whose = "devices" if len(stages) == 1 else "devices of a stage"
-        even = max(n for n in range(1, devices + 1) if size % n == 0)
+        even = divisors(size, most=devices)[-1]
         lines[
             f"{devices} {whose} do not divide {what}: data parallelism can use"
             f" {math.gcd(size, devices)} of them at most, and the others split something else or"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..core import CaptureError, InfeasibleError, InputError
+from ..core import CaptureError, InfeasibleError, InputError, divisors
 from ..cost import Chain, Problem
 from ._base import Decision, Interrupted, Progress, Task, TooSlowError
 from ._counts import batch_size, program_counts
@@ -323,13 +323,13 @@ def fewer_micro_batches(
     Raises:
         Interrupted: Ctrl-C.
     """
-    divisors = [n for n in range(1, most) if most % n == 0]
+    smaller = divisors(most)[:-1]
     # The square root is a guess in the middle, from which both directions are short.
-    place = bisect.bisect_right(divisors, math.isqrt(most)) - 1
+    place = bisect.bisect_right(smaller, math.isqrt(most)) - 1
     best: Decision | None = None
     direction, num_slow = -1, 0
-    while 0 <= place < len(divisors):
-        count, decision, fits = divisors[place], None, False
+    while 0 <= place < len(smaller):
+        count, decision, fits = smaller[place], None, False
         if known is None or not is_too_large(known, count):
             problem = problem_with(count)
             # Programs that take longer are only bounded: to find the best of them can take minutes.
@@ -357,15 +357,15 @@ def fewer_micro_batches(
         # When counting upwards, the first program that fits has the largest micro-batches.
         if fits and direction > 0:
             break
-        place = _next_divisor(divisors, place, direction)
+        place = _next_divisor(smaller, place, direction)
     return best
 
 
-def _next_divisor(divisors: Sequence[int], place: int, direction: int) -> int:
+def _next_divisor(numbers: Sequence[int], place: int, direction: int) -> int:
     """Position of the next divisor that is at most half as large (direction -1), or at least twice
     (direction 1); out of range if there is none.
     """
-    target = divisors[place] * 2**direction
+    target = numbers[place] * 2**direction
     if direction < 0:
-        return bisect.bisect_right(divisors, target) - 1
-    return bisect.bisect_left(divisors, target)
+        return bisect.bisect_right(numbers, target) - 1
+    return bisect.bisect_left(numbers, target)

@@ -15,7 +15,7 @@ from planners.small_steps import array, mlp, momentum_step
 import aliquot as aq
 from aliquot import zoo
 from aliquot.core import InputError
-from aliquot.planners import PipelineOptions, method_by_name, method_names
+from aliquot.planners import PipelineOptions, Task, method_by_name, method_names
 from aliquot.planners._layout_names import layout_by_name
 
 ROWS, SEQ, HIDDEN, FFN, VOCAB, LAYERS = 16, 32, 64, 256, 512, 2
@@ -594,3 +594,9 @@ def test_a_layout_that_does_not_fit_is_told_by_the_degrees_that_were_asked_for()
     text = " ".join(str(refused.value).split())
     assert "No plan of layout dp2,tp2,pp2 fits 1x8 devices" in text
     assert "The smallest, 2 stages with 2 micro-batches, needs" in text
+
+
+def test_ranks_take_any_number_of_rows_that_divides_theirs():
+    """Numbers between powers of two, too: 12 rows of a rank make 12, 6, 4, 3, 2 or 1 parts."""
+    task = Task(graph=aq.capture(*mlp((16, 32, 16), 24)), cluster=aq.Cluster.preset("1x2xH100"))
+    assert aq.Megatron(data=2)._counts(task) == [12, 6, 4, 3, 2, 1]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ....core import divisors
 from ....cost import AbstractChain
 from ....plans import schedule_kind
 
@@ -114,7 +115,7 @@ class Neighbours:
         chain, sizes = self.variants[v].chain, self.options[v]
         hosts, per_host = chain.num_hosts, chain.devices_per_host
         ways = [share * hosts for share in _shares(per_host)]
-        ways += [(n * per_host,) * (hosts // n) for n in range(2, hosts + 1) if hosts % n == 0]
+        ways += [(n * per_host,) * (hosts // n) for n in divisors(hosts)[1:]]
         if self._num_stages is not None:
             parts = _parts(chain.num_devices, self._num_stages, sorted(sizes, reverse=True))
             for way in itertools.islice(parts, _MOST_PARTS):

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ....core import divisors
 from ....graph import Graph, Phase, Role
 from ....sharding import RING, Adjacency, Edge, Node, NodeGraph
 from ._restrict import Kinds
@@ -109,7 +110,7 @@ def context_faults(
             faults.append(f"a sequence of {size} ({label}) cannot be split over cp {degree}")
     if faults:
         common = math.gcd(*lengths)
-        fitting = [str(n) for n in range(2, min(common, 2 * degree) + 1) if common % n == 0]
+        fitting = [str(n) for n in divisors(common, most=2 * degree)[1:]]
         advice.append(
             f"a context degree that divides the sequence, such as {' or '.join(fitting[-3:])}"
             if fitting
@@ -132,7 +133,7 @@ def context_faults(
                     f"{name}{whole or ':'} {max(sizes, default=0)} heads cannot be split over"
                     f" {over} devices (cp {degree} x tp {over // degree})"
                 )
-                fit = [n for n in range(2, max(sizes, default=0) + 1) if max(sizes) % n == 0]
+                fit = divisors(max(sizes, default=0))[1:]
                 if fit:
                     advice.append(f"cp x tp that divides the heads: {' or '.join(map(str, fit))}")
         elif attention not in (None, way):

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ....core import InputError, counted, listing
+from ....core import InputError, counted, divisors, listing
 from ....cost import Problem, enumerate_choices, shards
 from ....sharding import Node
 from .._base import AbstractIntra, AbstractRule
@@ -278,7 +278,7 @@ class MegatronSplit(AbstractRule):
         advice = []
         if too_fine:
             common = math.gcd(*(fine.parts for fine in too_fine))
-            degrees = [n for n in range(2, self.tensor) if self.tensor % n == 0 and common % n == 0]
+            degrees = divisors(math.gcd(common, self.tensor), most=self.tensor - 1)[1:]
             advice = (
                 [f"a tensor degree that divides them, such as tp:{degrees[-1]}"]
                 if degrees
@@ -292,7 +292,7 @@ class MegatronSplit(AbstractRule):
             ]
         if any(count % self.expert for count in counts):
             common = math.gcd(*counts)
-            fitting = [str(n) for n in range(2, common + 1) if common % n == 0]
+            fitting = [str(n) for n in divisors(common)[1:]]
             advice.append(
                 f"an expert degree that divides {common}: {' or '.join(fitting)}"
                 if fitting

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ....core import InputError, counted, nearest
+from ....core import InputError, counted, divisors, nearest
 from ....cost import Priced, Problem, enumerate_choices, shards
 from ....graph import Phase, Role, source_line
 from ....sharding import NodeGraph, Spec, axes_of, project, spec_from_dims
@@ -274,12 +274,10 @@ def _why_regrouped(problem: Problem, priced: Priced, kinds: Kinds, asked: str, d
     least = min(short, key=lambda factor: factor.size)
     op = problem.graph.ops[least.shortest or 0]
     where = source_line(op)
-    fewer = max(n for n in range(1, devices) if least.size % n == 0)
+    fewer = divisors(least.size, most=devices - 1)[-1]
     count = problem.num_micro_batches
     # With fewer micro-batches, each has more of these rows.
-    longer = [
-        n for n in range(1, count) if count % n == 0 and least.size * count // n % devices == 0
-    ]
+    longer = [n for n in divisors(count)[:-1] if least.size * count // n % devices == 0]
     larger = f"{counted(longer[-1], 'micro-batch')}, " if longer else ""
     return (
         f"{asked}: `{op.name}`{f' at {where}' if where else ''} makes {least.size} rows or groups"
