@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 from msgspec import structs
 
 from ..core import PlanMismatchError
-from ..cost import encode_interior
+from ..cost import PlannedStep, encode_interior
 from ..graph import Graph, graph_fingerprint, interface_fingerprint
 from ..plans import ArrayInterface, Plan, unranged
 from ..sharding import decide_alike
-from ._apply import apply_plan, cut_as_planned
+from ._apply import cut_as_planned
 from ._write import array_interfaces, shardings_of
 
 
-def carried_over(plan: Plan, before: Graph, after: Graph, on_missing_rule: str = "infer") -> Plan:
+def carried_over(planned: PlannedStep, after: Graph) -> Plan:
     """The plan of a step, for another step with the same arrays and the same operators on them.
 
     Scalars, and what is computed of them, may differ: a counter that only one of the steps has, and
@@ -25,25 +25,26 @@ def carried_over(plan: Plan, before: Graph, after: Graph, on_missing_rule: str =
     a plan of the other step has them.
 
     Args:
-        before: the step that the plan was made for, on its whole batch.
-        after: the other step.
+        after: the other step, on its whole batch.
 
     Raises:
-        PlanMismatchError: the plan is not for `before`, or the steps differ in more; lists every
-            array that does.
+        PlanMismatchError: the steps differ in more; lists every array that does.
+        CaptureError, InputError: the other step cannot be cut as the plan says.
     """
-    planned = apply_plan(plan, before, on_missing_rule)
-    old, new = array_interfaces(before), array_interfaces(after)
-    faults = []
-    for what, mine, theirs in zip(("input", "output"), old, new, strict=True):
-        faults += _other_arrays(what, mine, theirs)
+    plan = planned.plan
+    inputs, outputs = array_interfaces(after)
+    faults = [
+        *_other_arrays("input", plan.inputs, inputs),
+        *_other_arrays("output", plan.outputs, outputs),
+    ]
+    on_missing_rule = planned.stages[0].problem.nodes.on_missing_rule
     cut = None if faults else cut_as_planned(plan, after, on_missing_rule)
     if cut is None or not all(
         decide_alike(stage.problem.nodes, problem.nodes)
         for stage, problem in zip(planned.stages, cut.problems, strict=True)
     ):
         raise PlanMismatchError(
-            faults or ["its operators on arrays are others"],
+            faults or ["other operators make its arrays"],
             asked=f"{after.name} differs from the planned step in more than scalars",
             advice="Make a plan for this step.",
         )
@@ -53,7 +54,7 @@ def carried_over(plan: Plan, before: Graph, after: Graph, on_missing_rule: str =
     ]
     shardings = shardings_of(after, decided, cut.staged)
     stages = []
-    for stage, problem, own, (inputs, outputs) in zip(
+    for stage, problem, own, (kept, returned) in zip(
         plan.stages, cut.problems, planned.stages, shardings, strict=True
     ):
         interior = encode_interior(problem.nodes, own.choices, stage.axis_names, own.repeat)
@@ -61,15 +62,15 @@ def carried_over(plan: Plan, before: Graph, after: Graph, on_missing_rule: str =
             structs.replace(
                 stage,
                 # What the plan says counts, should somebody have edited it.
-                shardings={path: stage.shardings.get(path, dims) for path, dims in inputs.items()},
-                outputs={path: stage.outputs.get(path, dims) for path, dims in outputs.items()},
+                shardings={path: stage.shardings.get(path, dims) for path, dims in kept.items()},
+                outputs={path: stage.outputs.get(path, dims) for path, dims in returned.items()},
                 interior=interior if stage.like is None else (),
             )
         )
     return structs.replace(
         plan,
-        inputs=new[0],
-        outputs=new[1],
+        inputs=inputs,
+        outputs=outputs,
         interface_fingerprint=interface_fingerprint(after),
         graph_fingerprint=graph_fingerprint(cut.graph),
         combine={unranged(path): how for path, how in cut.combine.items()},
