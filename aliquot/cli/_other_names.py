@@ -95,7 +95,7 @@ OTHER_NAMES: Sequence[tuple[tuple[str, ...], str, str]] = (
         + ("--learning-rate", "--train-iters", "--lr-decay-style", "--lr-decay-iters")
         + ("--lr-warmup-fraction", "--lr-warmup-iters"),
         "--weight-decay",
-        f"{_NOT_NEEDED}: a plan serves every learning rate and schedule, given to aliquot train",
+        f"{_NOT_NEEDED}: a plan serves every learning rate and schedule; aliquot train takes them",
     ),
     (
         ("--data-path",),
