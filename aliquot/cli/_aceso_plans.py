@@ -19,7 +19,7 @@ from ._aceso_options import AcesoFile
 from ._devices import use_host_only
 from ._groups import option
 from ._model_options import Dtype, MemoryLimit, ModelOptions, SeqLen, Settings, read_memory_limit
-from ._optimizer_options import OptimizerOptions, ScheduleSteps
+from ._optimizer_options import OptimizerOptions
 from ._options import DescribedCluster, Json, NetworkGbps, PlanFile, read_cluster
 from ._session import session
 
@@ -84,7 +84,6 @@ def export_plan(
 class _StepOptions:
     """What the configuration does not say of the step and its devices."""
 
-    steps: ScheduleSteps = None
     network_gbps: NetworkGbps = None
     seq_len: SeqLen = None
     dtype: Dtype = None
@@ -128,7 +127,7 @@ def import_plan(
             recompute="none",
             attention="plain",
             settings=of_step.settings,
-        ).read(optimizer_options.read(of_step.steps))
+        ).read(optimizer_options.read())
         limit_bytes = read_memory_limit(of_step.memory_limit)
         known = resolve(model, options, where)
         assert known.workload is not None

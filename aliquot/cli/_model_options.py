@@ -73,7 +73,7 @@ class ModelOptions:
         """The options with all settings by name.
 
         Args:
-            update: arguments of the optimizer; see `OptimizerOptions.read`.
+            update: arguments of the optimizer; see `OptimizerOptions` and `RateOptions`.
 
         Raises:
             InputError: Any of them cannot be read, or a size is given twice.

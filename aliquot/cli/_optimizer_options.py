@@ -1,20 +1,14 @@
-"""Options of the optimizer and its learning rate, alike in verbs that plan and that train."""
+"""Options of the optimizer, alike in verbs that plan and that train, and of its learning rate, on
+which no plan depends.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from ..core import InputError, shortened
 from ._groups import option
-
-ScheduleSteps = Annotated[
-    int | None,
-    option(
-        "Steps of the run, on which a schedule of the learning rate depends.",
-        rich_help_panel="Optimizer",
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +20,31 @@ class OptimizerOptions:
     title: ClassVar[str] = "Optimizer"
 
     optimizer: str | None = option("adamw, adafactor or sgd; by default adamw.")
+    weight_decay: float | None = option("By default 0.1 for adamw, and none for other optimizers.")
+    momentum: float | None = option("Momentum of sgd.")
+    clip_grad: float | None = option(
+        "Scale gradients down to this norm, over all arrays, where it is larger."
+    )
+    grad_norm: bool = option("Log the norm of the gradients also without --clip-grad.", False)
+
+    def read(self) -> dict[str, Any]:
+        """The arguments of `aliquot.zoo.build` that are given."""
+        given: dict[str, Any] = {
+            "optimizer": self.optimizer,
+            "weight_decay": self.weight_decay,
+            "momentum": self.momentum,
+            "clip_norm": self.clip_grad,
+            "grad_norm": self.grad_norm or None,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateOptions:
+    """The learning rate of a run and its schedule. A plan serves every one."""
+
+    title: ClassVar[str] = "Optimizer"
+
     lr: float | None = option("Learning rate, at its peak; by default 3e-4.")
     min_lr: float | None = option("Learning rate in the end; by default 0.")
     warmup_steps: str | None = option(
@@ -42,60 +61,45 @@ class OptimizerOptions:
         " --min-lr; by default all.",
         metavar="N",
     )
-    weight_decay: float | None = option("By default 0.1 for adamw, and none for other optimizers.")
-    momentum: float | None = option("Momentum of sgd.")
-    clip_grad: float | None = option(
-        "Scale gradients down to this norm, over all arrays, where it is larger."
-    )
-    grad_norm: bool = option("Log the norm of the gradients also without --clip-grad.", False)
 
-    def read(self, steps: int | None) -> dict[str, Any]:
-        """The arguments of `aliquot.zoo.build` that are given.
+    def read(self, steps: int) -> dict[str, Any]:
+        """The argument of `aliquot.zoo.build` for the learning rate, if one is given.
 
         Args:
-            steps: of the run, on which a schedule depends; None if that is not known.
+            steps: of the run, on which a schedule depends.
 
         Raises:
-            InputError: a schedule without steps, or all that is wrong with one.
+            InputError: all that is wrong with a schedule.
         """
-        given: dict[str, Any] = {
-            "optimizer": self.optimizer,
-            "weight_decay": self.weight_decay,
-            "momentum": self.momentum,
-            "clip_norm": self.clip_grad,
-            "grad_norm": self.grad_norm or None,
-        }
-        if self.min_lr is not None and self.decay in (None, "constant"):
-            raise InputError(
+        is_constant = self.decay in (None, "constant")
+        faults = []
+        if self.min_lr is not None and is_constant:
+            faults.append(
                 f"--min-lr {self.min_lr:g} is where a decay ends: add --decay cosine or --decay"
                 " linear."
             )
-        if self.decay_steps is not None and self.decay in (None, "constant"):
-            raise InputError(
+        if self.decay_steps is not None and is_constant:
+            faults.append(
                 f"--decay-steps {self.decay_steps} is the length of a decay: add --decay cosine or"
                 " --decay linear."
             )
         if self.decay_steps is not None and self.decay_steps < 1:
-            raise InputError(f"--decay-steps must be at least 1, got {self.decay_steps}.")
-        if self.warmup_steps is not None or self.decay is not None:
-            steps = self.decay_steps or steps
-            if steps is None:
-                raise InputError(
-                    "--warmup-steps and --decay make a schedule, which depends on the length of"
-                    " the run: add --steps N, or --decay-steps N."
-                )
-            from ..zoo import learning_rate
+            faults.append(f"--decay-steps must be at least 1, got {self.decay_steps}.")
+        if faults:
+            raise InputError("\n  ".join(faults))
+        if self.warmup_steps is None and self.decay is None:
+            return {} if self.lr is None else {"learning_rate": self.lr}
+        from ..zoo import learning_rate
 
-            given["learning_rate"] = learning_rate(
+        return {
+            "learning_rate": learning_rate(
                 3e-4 if self.lr is None else self.lr,
-                steps=steps,
+                steps=self.decay_steps or steps,
                 end=self.min_lr or 0.0,
                 warmup_steps=_number(self.warmup_steps or "0"),
                 decay=self.decay or "constant",
             )
-        elif self.lr is not None:
-            given["learning_rate"] = self.lr
-        return {name: value for name, value in given.items() if value is not None}
+        }
 
 
 def _number(text: str) -> int | float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,9 +38,14 @@ class FileOptions:
     )
 
 
-def read_options(ctx: typer.Context, args: Sequence[str]) -> None:
+def read_options(
+    ctx: typer.Context, args: Sequence[str], instead: Callable[[str], str] = lambda key: ""
+) -> None:
     """Make the options in the file after `--options` the defaults of a verb. If they cannot be
     read, the process ends with everything that is wrong with them.
+
+    Args:
+        instead: what to write in place of an option of another tool or verb.
     """
     given = [b for a, b in zip(args, args[1:], strict=False) if a == "--options"]
     given += [arg.partition("=")[2] for arg in args if arg.startswith("--options=")]
@@ -58,7 +63,9 @@ def read_options(ctx: typer.Context, args: Sequence[str]) -> None:
     for key, value in data.items():
         parameter = known.get(key.replace("_", "-"))
         if parameter is None:
-            wrong = f"{key!r} is no option of this command: {nearest(key, known)}"
+            wrong = f"{key!r} is no option of this command"
+            other = instead(key)
+            wrong += f". Write {other}." if other else f": {nearest(key, known)}"
         else:
             wrong, values[str(parameter.name)] = _checked(parameter, value)
         if wrong:

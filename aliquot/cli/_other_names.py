@@ -91,6 +91,13 @@ OTHER_NAMES: Sequence[tuple[tuple[str, ...], str, str]] = (
         "--warmup-steps 0.01: a number of steps, or below 1 their share of all steps",
     ),
     (
+        ("--lr", "--min-lr", "--warmup-steps", "--decay", "--decay-steps", "--steps")
+        + ("--learning-rate", "--train-iters", "--lr-decay-style", "--lr-decay-iters")
+        + ("--lr-warmup-fraction", "--lr-warmup-iters"),
+        "--weight-decay",
+        f"{_NOT_NEEDED}: a plan serves every learning rate and schedule; aliquot train takes them",
+    ),
+    (
         ("--data-path",),
         "--data",
         "--data PREFIX for its indexed files, --data 0.3:PREFIX for each of a mixture",
@@ -243,7 +250,8 @@ class Verb(TyperCommand):
         refuse_other_names(ctx, args)
         if "--options" not in _own_names(ctx):
             return super().parse_args(ctx, list(_config_as_model(ctx, args)))
-        read_options(ctx, args)
+        own = _own_names(ctx)
+        read_options(ctx, args, lambda key: _instead(f"--{key}", own))
         rest = super().parse_args(ctx, list(_config_as_model(ctx, args)))
         save_options(ctx)
         return rest
@@ -265,20 +273,32 @@ class Verb(TyperCommand):
 
 
 def refuse_other_names(ctx: typer.Context, args: Sequence[str]) -> None:
-    """End the process if an option is called otherwise here, and say how."""
+    """End the process if options are called otherwise here, and say how."""
     own = _own_names(ctx)
+    typed: dict[str, list[str]] = {}
     for arg in args:
         # What follows belongs to another command.
         if arg == "--":
-            return
-        typed = arg.split("=", 1)[0]
-        # Python scripts often have underscores where options here have hyphens.
-        name = typed.replace("_", "-")
-        if typed in own or not typed.startswith("-"):
-            continue
-        for names, here, instead in OTHER_NAMES:
-            if name in names and here in own:
-                ctx.fail(f"There is no option {typed}. Type {instead}.")
+            break
+        name = arg.split("=", 1)[0]
+        if name.startswith("-") and (instead := _instead(name, own)):
+            typed.setdefault(instead, []).append(name)
+    if typed:
+        faults = [
+            f"There is no option {' or '.join(dict.fromkeys(names))}. Type {instead}."
+            for instead, names in typed.items()
+        ]
+        ctx.fail("\n  ".join(faults))
+
+
+def _instead(typed: str, own: set[str]) -> str:
+    """What to type in place of an option of another tool or verb; nothing if it is none."""
+    # Python scripts often have underscores where options here have hyphens.
+    name = typed.replace("_", "-")
+    if typed in own:
+        return ""
+    rows = (text for names, here, text in OTHER_NAMES if name in names and here in own)
+    return next(rows, "")
 
 
 def _config_as_model(ctx: typer.Context, args: Sequence[str]) -> Iterator[str]:

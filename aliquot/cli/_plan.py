@@ -15,7 +15,7 @@ from ._groups import option
 from ._interrupts import INTERRUPTED
 from ._max_batch import find_max_batch
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
-from ._optimizer_options import OptimizerOptions, ScheduleSteps
+from ._optimizer_options import OptimizerOptions
 from ._options import Json, ModelName, NetworkGbps, check_destination, read_cluster, read_time_limit
 from ._options_file import FileOptions
 from ._plan_json import no_plan, summary
@@ -41,7 +41,6 @@ def plan(
     search_options: SearchOptions,
     optimizer_options: OptimizerOptions,
     file_options: FileOptions,
-    steps: ScheduleSteps = None,
     network_gbps: NetworkGbps = None,
     memory_limit: MemoryLimit = None,
     out: Path | None = option("Write the plan to this file."),
@@ -67,7 +66,7 @@ def plan(
             name=model,
             where=where,
             how=method_options.read(),
-            options=model_options.read(optimizer_options.read(steps)),
+            options=model_options.read(optimizer_options.read()),
             memory_limit_bytes=read_memory_limit(memory_limit),
             method=method_options,
             profiles=profile_options,

@@ -19,7 +19,7 @@ from ._launch_options import (
     launch_again,
 )
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
-from ._optimizer_options import OptimizerOptions
+from ._optimizer_options import OptimizerOptions, RateOptions
 from ._options import Json, NetworkGbps, PlannedCluster, VirtualDevices, ZooName
 from ._options_file import FileOptions
 from ._plan_options import MethodOptions
@@ -49,6 +49,7 @@ def train(
     model_options: ModelOptions,
     method_options: MethodOptions,
     optimizer_options: OptimizerOptions,
+    rate_options: RateOptions,
     file_options: FileOptions,
     run_options: RunOptions,
     launch_options: LaunchOptions,
@@ -74,7 +75,7 @@ def train(
             raise InputError(f"--seed must not be negative, got {seed}.")
         run_options.check(steps)
         method_options.check(model_options.global_batch)
-        update = optimizer_options.read(steps)
+        update = optimizer_options.read() | rate_options.read(steps)
         launch_options.check(devices=devices, has_plan=plan_file is not None)
         if launch_options.starts_others:
             launch_again(launch_options, run_options.out, say)
@@ -82,7 +83,7 @@ def train(
         if has_been_restarted() and (run_options.resume == "no" or run_options.resume.isdecimal()):
             # That was said of the run as it was before.
             run_options = dataclasses.replace(run_options, resume="auto")
-        from ._train_plan import Wanted, check_devices, find_plan, given_plan, has_same_inputs
+        from ._train_plan import Wanted, check_devices, find_plan, given_plan
 
         with joined(launch_options):
             here = use_devices(devices)
@@ -92,8 +93,6 @@ def train(
             if plan_file is not None:
                 plan, workload = given_plan(model, plan_file, model_options, method_options, update)
                 check_devices(plan, len(here))
-                if model != plan.model.name:
-                    has_same_inputs(workload, plan)
             else:
                 wanted = Wanted(
                     name=model,

@@ -30,7 +30,8 @@ def given_plan(
     update: Mapping[str, Any],
 ) -> tuple[Plan, Workload]:
     """The plan in a file, and its model with the settings that it was made with. What the optimizer
-    is given instead may change numbers, but no operators.
+    is given instead may change numbers and the learning rate's schedule, but no operators on
+    arrays.
 
     Raises:
         InputError, PlanMismatchError: the plan is not for a model of the zoo, or for another step
@@ -53,6 +54,8 @@ def given_plan(
             " these options out, or leave --plan out: then a plan is made with them."
         )
     workload = workload_of(reference)
+    if name != plan.model.name:
+        _require_same_inputs(workload, plan)
     changed = {key: value for key, value in update.items() if workload.settings.get(key) != value}
     if not changed:
         return plan, workload
@@ -94,41 +97,42 @@ def _contradictions(
 def _with_numbers(
     plan: Plan, path: Path, planned: Workload, asked: Workload, changed: Mapping[str, Any]
 ) -> Plan:
-    """The plan for a step that differs only in numbers, such as the learning rate.
+    """The plan for a step that differs only in numbers, or in the schedule of the learning rate.
 
     Raises:
         PlanMismatchError: it differs in more.
     """
-    from ..graph import capture, graph_fingerprint
+    from .._captured import remember_captured
+    from ..graph import capture
+    from ..planners import apply_plan, carried_over
 
-    graphs = [capture(w.train_step, w.state, w.batch) for w in (planned, asked)]
-    operators, paths = [], []
-    for graph in graphs:
-        operators.append([op.name for op in graph.ops])
-        paths.append([item.path for item in graph.inputs])
-    if operators[0] != operators[1] or paths[0] != paths[1]:
+    before, after = (capture(w.train_step, w.state, w.batch) for w in (planned, asked))
+    step = apply_plan(plan, before)
+    # Every plan takes every learning rate, so the others are to blame.
+    differing = [
+        f"{key} is {_shown(value)}, in the plan {_shown(planned.settings.get(key))}"
+        for key, value in changed.items()
+        if key != "learning_rate"
+    ]
+    try:
+        carried = carried_over(step, after)
+    except PlanMismatchError as error:
         raise PlanMismatchError(
-            [
-                f"{key} is {_shown(value)}, in the plan {_shown(planned.settings.get(key))}"
-                for key, value in changed.items()
-            ],
+            differing or error.violations,
             asked=f"{path} is for a step with another update",
             advice=(
                 "A plan is for one step, and these options give it other operators. Make the plan"
-                " with them (aliquot plan takes the same ones, and --steps), or leave --plan out:"
-                " then a plan is made first."
+                " with them (aliquot plan takes the same ones), or leave --plan out: then a plan is"
+                " made first."
             ),
-        )
-    return structs.replace(
-        plan,
-        graph_fingerprint=graph_fingerprint(graphs[1]),
-        model=structs.replace(plan.model, settings=asked.settings),
-    )
+        ) from None
+    carried = structs.replace(carried, model=structs.replace(plan.model, settings=asked.settings))
+    # Whoever runs it need not trace the step again.
+    remember_captured(carried, after)
+    return carried
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"a schedule ({', '.join(f'{key} {part}' for key, part in value.items())})"
     return "none" if value is None else str(value)
 
 
@@ -211,21 +215,30 @@ def find_plan(
 
 
 def _kept(run: Path, model: Model, num_devices: int) -> Plan | None:
-    """The plan of an earlier run of the same model on as many devices; None if there is none."""
+    """The plan of an earlier run of the same model on as many devices, whatever its learning rate;
+    None if there is none.
+    """
     from ..plans import idle_devices, plan_devices
+    from ._model import workload_of
 
-    path = run / "plan.json"
-    if not path.exists():
+    path, asked = run / "plan.json", model.workload
+    if not path.exists() or asked is None:
         return None
     try:
         plan = read_plan(path)
-    except PlanFileError:
+        used = plan_devices(plan)
+        if num_devices not in (used, used + idle_devices(plan)):
+            return None
+        of_plan, settings = plan.model.settings, asked.settings
+        changed = {key: v for key, v in settings.items() if of_plan.get(key) != v}
+        is_same = changed.keys() <= {"learning_rate"} and settings.keys() == of_plan.keys()
+        if not is_same or model.recompute not in (None, plan.recompute):
+            return None
+        return (
+            _with_numbers(plan, path, workload_of(plan.model), asked, changed) if changed else plan
+        )
+    except (InputError, PlanFileError, PlanMismatchError):
         return None
-    used = plan_devices(plan)
-    if num_devices not in (used, used + idle_devices(plan)):
-        return None
-    is_same = model.reference.settings == plan.model.settings
-    return plan if is_same and model.recompute in (None, plan.recompute) else None
 
 
 def check_devices(plan: Plan, num_devices: int) -> None:
@@ -248,7 +261,7 @@ def check_devices(plan: Plan, num_devices: int) -> None:
         )
 
 
-def has_same_inputs(workload: Workload, plan: Plan) -> None:
+def _require_same_inputs(workload: Workload, plan: Plan) -> None:
     """Refuse another model than the plan's, unless it has the same inputs."""
     from ..graph import capture
     from ..plans import ArrayInterface, require_match

@@ -9,6 +9,7 @@ from ._base import PipelineParts as PipelineParts
 from ._base import Progress as Progress
 from ._base import StageDecision as StageDecision
 from ._base import Task as Task
+from ._carry_over import carried_over as carried_over
 from ._counts import program_counts as program_counts
 from ._follow import OtherSplit as OtherSplit
 from ._follow import find_alternatives as find_alternatives

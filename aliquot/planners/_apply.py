@@ -4,18 +4,45 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ..cluster import AbstractMeasured, Cluster, subcluster
 from ..core import AliquotWarning
 from ..cost import PlannedStage, PlannedStep, Problem, decode_interior, make_problem
 from ..graph import Graph, graph_fingerprint, split_scans, with_recomputation
 from ..plans import Plan, require_match
-from ..sharding import Choice, NodeId, layer_step, stage_step, without_own_loop
+from ..sharding import (
+    Choice,
+    LayeredStep,
+    NodeId,
+    StagedStep,
+    layer_step,
+    stage_step,
+    without_own_loop,
+)
 from ._base import Task
 from ._follow import follow
 from ._write import array_interfaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CutStep:
+    """A step cut as a plan says, without the plan's choices.
+
+    Attributes:
+        graph: the step on its whole batch, without its own loop where the plan's micro-batches take
+            its place.
+        problems: one for each stage. Stages that are alike have the same.
+        combine: how the outputs of micro-batches combine; see `MicroBatchPlan`.
+        layered, staged: how it was cut into stages; None for one program.
+    """
+
+    graph: Graph
+    problems: tuple[Problem, ...]
+    combine: Mapping[str, str]
+    layered: LayeredStep | None = None
+    staged: StagedStep | None = None
 
 
 def apply_plan(
@@ -44,11 +71,44 @@ def apply_plan(
         outputs=outputs,
         asked=f"the plan was made for another step than {graph.name}",
     )
+    cut = cut_as_planned(plan, graph, on_missing_rule, measured)
+    if cut.layered is None:
+        (problem,) = cut.problems
+        return PlannedStep.of_program(plan, cut.graph, problem, _choices(plan, cut.graph, problem))
+    stages: list[PlannedStage] = []
+    for stage, problem in zip(plan.stages, cut.problems, strict=True):
+        if stage.like is not None:
+            # Choices of an equal stage are stored once; see `StagePlan.like`.
+            stages.append(stages[stage.like])
+            continue
+        choices = decode_interior(stage, problem.nodes)
+        repeat = frozenset(NodeId(k) for k, entry in enumerate(stage.interior) if entry.recompute)
+        stages.append(PlannedStage(problem=problem, choices=choices, repeat=repeat))
+    return PlannedStep(
+        plan=plan,
+        graph=cut.layered.graph,
+        stages=tuple(stages),
+        layered=cut.layered,
+        staged=cut.staged,
+    )
+
+
+def cut_as_planned(
+    plan: Plan,
+    graph: Graph,
+    on_missing_rule: str = "infer",
+    measured: AbstractMeasured | None = None,
+) -> CutStep:
+    """A step in the micro-batches and stages of a plan, which need not be for this step.
+
+    Raises:
+        CaptureError, InputError: it cannot be cut so.
+    """
     cluster = replace(Cluster.from_dict(plan.cluster), measured=measured)
     if graph.calling.recompute is None:
         graph = with_recomputation(graph, plan.recompute)
-    make = _pipeline if plan.is_pipeline else _program
-    return make(plan, _as_planned(plan, graph, on_missing_rule), cluster, on_missing_rule)
+    cut = _pipeline if plan.is_pipeline else _program
+    return cut(plan, _as_planned(plan, graph, on_missing_rule), cluster, on_missing_rule)
 
 
 def _as_planned(plan: Plan, graph: Graph, on_missing_rule: str) -> Graph:
@@ -63,7 +123,7 @@ def _as_planned(plan: Plan, graph: Graph, on_missing_rule: str) -> Graph:
     return own.graph if is_same or takes_place else graph
 
 
-def _program(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) -> PlannedStep:
+def _program(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) -> CutStep:
     task = Task(
         graph=graph,
         cluster=cluster,
@@ -71,8 +131,8 @@ def _program(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) -
         on_missing_rule=on_missing_rule,
         memory_limit_bytes=plan.prediction.memory_limit_bytes,
     )
-    problem = task.problem(plan.num_micro_batches)
-    return PlannedStep.of_program(plan, graph, problem, _choices(plan, graph, problem))
+    count = plan.num_micro_batches
+    return CutStep(graph=graph, problems=(task.problem(count),), combine=task.combine(count))
 
 
 def _choices(plan: Plan, graph: Graph, problem: Problem) -> Sequence[Choice]:
@@ -83,17 +143,16 @@ def _choices(plan: Plan, graph: Graph, problem: Problem) -> Sequence[Choice]:
         " of a library, perhaps). Its inputs and outputs are the same: they are split as planned,"
         " and what lies between is planned anew.",
         AliquotWarning,
-        stacklevel=6,
+        stacklevel=5,
     )
     return follow(problem, plan.stages[0])
 
 
-def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) -> PlannedStep:
+def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) -> CutStep:
     layers: str | int | None = plan.layers or None if plan.num_layers is None else plan.num_layers
-    if plan.scan_bounds:
-        graph = split_scans(graph, plan.scan_bounds).graph
+    whole = split_scans(graph, plan.scan_bounds).graph if plan.scan_bounds else graph
     layered = layer_step(
-        graph,
+        whole,
         plan.num_micro_batches,
         layers=layers,
         semantics=plan.micro_batch_semantics,
@@ -103,11 +162,10 @@ def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) 
     # for each stage.
     first = [k if plan.scan_bounds else stage.first_layer for k, stage in enumerate(plan.stages)]
     staged = stage_step(layered, first)
-    stages: list[PlannedStage] = []
+    problems: list[Problem] = []
     for stage, extract in zip(plan.stages, staged.extracts, strict=True):
         if stage.like is not None:
-            # Choices of an equal stage are stored once; see `StagePlan.like`.
-            stages.append(stages[stage.like])
+            problems.append(problems[stage.like])
             continue
         problem = make_problem(
             extract.graph,
@@ -119,16 +177,12 @@ def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) 
             of_stage=True,
         )
         size = math.prod(stage.mesh_shape)
-        problem = replace(
-            problem,
-            cluster=subcluster(
-                cluster,
-                (max(1, size // cluster.devices_per_host), min(size, cluster.devices_per_host)),
-            ),
-        )
-        choices = decode_interior(stage, problem.nodes)
-        repeat = frozenset(NodeId(k) for k, entry in enumerate(stage.interior) if entry.recompute)
-        stages.append(PlannedStage(problem=problem, choices=choices, repeat=repeat))
-    return PlannedStep(
-        plan=plan, graph=layered.graph, stages=tuple(stages), layered=layered, staged=staged
+        shape = max(1, size // cluster.devices_per_host), min(size, cluster.devices_per_host)
+        problems.append(replace(problem, cluster=subcluster(cluster, shape)))
+    return CutStep(
+        graph=graph,
+        problems=tuple(problems),
+        combine=layered.combine,
+        layered=layered,
+        staged=staged,
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from ..cluster import Cluster
 from ..core import InfeasibleError, format_bytes
-from ..cost import casts_fit, encode_interior, predict
+from ..cost import Problem, casts_fit, encode_interior, predict
 from ..graph import (
     OPERATORS,
     Graph,
@@ -30,7 +31,15 @@ from ..plans import (
     StagePlan,
     unranged,
 )
-from ..sharding import Spec, StagedStep, dims_of, inferred_rules, project, without_partial
+from ..sharding import (
+    Choice,
+    Spec,
+    StagedStep,
+    dims_of,
+    inferred_rules,
+    project,
+    without_partial,
+)
 from ._axis_uses import axis_uses
 from ._base import Decision, PipelineParts, StageDecision, Task
 from ._notes import (
@@ -44,7 +53,7 @@ from ._notes import (
 )
 
 _Dims = tuple[tuple[str, ...], ...]
-_Shardings = tuple[dict[str, _Dims], dict[str, _Dims]]
+Shardings = tuple[dict[str, _Dims], dict[str, _Dims]]
 
 
 def write_plan(
@@ -67,9 +76,11 @@ def write_plan(
     used_hosts = task.cluster.num_hosts - decision.idle_hosts
     split = pipeline.layered.graph.split if pipeline else None
     predictions = pipeline.prediction.stages if pipeline else (None,)
-    shardings = [_shardings(decision, k) for k in range(len(decision.stages))]
-    if pipeline:
-        _add_anywhere(full, shardings)
+    shardings = shardings_of(
+        full,
+        [(each.problem, each.choices, each.priced.mesh.axis_names) for each in decision.stages],
+        pipeline.staged if pipeline else None,
+    )
     uses = {k: axis_uses(stage) for k, stage in enumerate(decision.stages) if stage.like is None}
     prediction, casts_once = _prediction(decision, task.limit_bytes)
     _refuse_full_hosts(prediction, task.cluster)
@@ -193,18 +204,35 @@ def _interior(stage: StageDecision) -> Any:
     )
 
 
-def _shardings(decision: Decision, k: int) -> _Shardings:
-    """Splits of the step's inputs that a stage keeps or, as with the batch, only reads, and of the
-    step's outputs that it returns.
+def shardings_of(
+    full: Graph,
+    stages: Sequence[tuple[Problem, Sequence[Choice], Sequence[str]]],
+    staged: StagedStep | None,
+) -> list[Shardings]:
+    """Splits of the step's inputs that each stage keeps or, as with the batch, only reads, and of
+    the step's outputs that it returns.
+
+    Args:
+        full: the step on its whole batch.
+        stages: the problem of each, its choices, and the names of its mesh axes.
+        staged: the step cut into them; None for one program.
     """
-    stage, pipeline = decision.stages[k], decision.pipeline
+    found = [_shardings(*stage, staged, k) for k, stage in enumerate(stages)]
+    if staged is not None:
+        _add_anywhere(full, found)
+    return found
+
+
+def _shardings(
+    problem: Problem,
+    choices: Sequence[Choice],
+    names: Sequence[str],
+    staged: StagedStep | None,
+    k: int,
+) -> Shardings:
     # A stage that is like an earlier one shares its decision; its own inputs and outputs have the
     # same positions.
-    graph, nodes = (
-        pipeline.staged.extracts[k].graph if pipeline else stage.problem.graph,
-        stage.problem.nodes,
-    )
-    names, choices = stage.priced.mesh.axis_names, stage.choices
+    graph, nodes = staged.extracts[k].graph if staged else problem.graph, problem.nodes
     whole: Spec = (-1,) * len(names)
 
     def dims(port: Any, operand: Any) -> _Dims:
@@ -216,13 +244,13 @@ def _shardings(decision: Decision, k: int) -> _Shardings:
         )
         return dims_of(spec, names, len(value.shape))
 
-    kept_or_read = {i.path for i in graph.inputs} if pipeline is None else _kept(pipeline.staged, k)
+    kept_or_read = {i.path for i in graph.inputs} if staged is None else _kept(staged, k)
     inputs = {
         item.path: dims(port, item.value)
         for item, port in zip(graph.inputs, nodes.input_ports, strict=True)
         if item.path in kept_or_read
     }
-    returned = {o.path for o in (pipeline.staged.graph if pipeline else graph).outputs}
+    returned = {o.path for o in (staged.graph if staged else graph).outputs}
     outputs = {
         output.path: dims(port, output.value)
         for output, port in zip(graph.outputs, nodes.output_ports, strict=True)
@@ -245,7 +273,7 @@ def _kept(staged: StagedStep, k: int) -> set[str]:
     return homed & step_inputs
 
 
-def _add_anywhere(full: Graph, stages: list[_Shardings]) -> None:
+def _add_anywhere(full: Graph, stages: list[Shardings]) -> None:
     """Assign to the first stage the inputs that no stage reads, such as unused scalars, and the
     outputs that none computes, such as returned arguments.
     """

@@ -43,6 +43,7 @@ from ._nodes import Projection as Projection
 from ._nodes import Site as Site
 from ._nodes import SplitBy as SplitBy
 from ._nodes import WholeOperator as WholeOperator
+from ._nodes import decide_alike as decide_alike
 from ._nodes import operators_of as operators_of
 from ._nodes import project as project
 from ._nodes import shards_of as shards_of

@@ -10,6 +10,7 @@ that stands for the chosen factor.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ from numpy.typing import NDArray
 from ..graph import OpId, Phase, ValueId
 from ._ids import NodeId
 from ._spec import REPLICATED, Spec
+
+# Of an operator, as in `dot_general:12`, or of a value, as in `value 7`.
+_NUMBER = re.compile(r"[: ]\d+$")
 
 Projection: TypeAlias = tuple[int, ...]
 """For each factor of a node the dim of an array that stands for it, `REPLICATED`, or `PARTIAL` and
@@ -354,3 +358,38 @@ def operators_of(nodes: NodeGraph, products: Collection[NodeId]) -> frozenset[Op
             classes.add(site.op_class)
     numbers = (number for number, op_class in enumerate(nodes.op_class) if op_class in classes)
     return frozenset(cast("Iterator[OpId]", numbers))
+
+
+def decide_alike(one: NodeGraph, other: NodeGraph) -> bool:
+    """Whether two steps have the same decisions: nodes, edges and sites that differ at most in the
+    numbers of operators, so that what is chosen for one holds for the other at the same price.
+    """
+    return _forms(one) == _forms(other)
+
+
+def _forms(nodes: NodeGraph) -> list[Hashable]:
+    forms: list[Hashable] = [nodes.on_missing_rule]
+    for node in nodes.nodes:
+        what = _NUMBER.sub("", node.label), node.kind, node.copies, node.phase, node.multiplies
+        sizes = tuple(factor.size for factor in node.factors)
+        forms.append(
+            (what, sizes, tuple(msgspec.structs.replace(c, label="") for c in node.collectives))
+        )
+    for edge in nodes.edges:
+        ends = (edge.source, edge.source_projection, edge.target, edge.target_projection)
+        forms.append((ends, edge.without_place))
+    for site in nodes.sites:
+        forms.append(
+            (
+                *map(_decided, (site.operands, site.sources)),
+                site.results,
+                site.readers,
+                site.on_pieces,
+            )
+        )
+    return forms
+
+
+def _decided(ports: tuple[Port | None, ...]) -> tuple[Port | None, ...]:
+    """Ports of operands, None for those that have no node."""
+    return tuple(port if port is not None and port.node >= 0 else None for port in ports)

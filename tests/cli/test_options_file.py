@@ -63,6 +63,10 @@ def test_what_is_saved_is_read_again(tmp_path):
             ("line 2: 'clustr' is no option", "did you mean 'cluster'?", "line 3: scan = 'yes'"),
         ),
         ("model = \n", ("cannot be read as TOML", "line 1")),
+        (
+            "model = 'gpt-10m'\nlr = 0.1\ndecay_steps = 9",
+            ("line 2: 'lr' is no option", "line 3: 'decay_steps'", "a plan serves every learning"),
+        ),
         ("method = ['dp', 'tp']", ("line 1: method = ['dp', 'tp']: it takes one value",)),
         ("global_batch = true", ("it takes a value",)),
         ("json = true", ("'json' is no option",)),

@@ -258,19 +258,57 @@ def test_text_and_split_that_do_not_fit(text, tmp_path):
     )
 
 
-def test_a_plan_takes_other_numbers_but_no_other_operators(text, tmp_path):
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("--method dp", id="program"),
+        pytest.param(
+            "--method pipeshard --stages 2 --micro-batches 2", id="pipeline", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_plan_takes_every_learning_rate(whole, text, tmp_path, method):
+    path = tmp_path / "plan.json"
+    options = "--cluster 8xcpu --global-batch 8 --dtype float64 --clip-grad 1 --out".split()
+    assert run("plan", "gpt-10m", *options, path, *method.split()).exit_code == 0
+    assert Plan.load(path).model.settings["learning_rate"] == 3e-4
+    scheduled = [part for part in STEP if part not in ("--global-batch", 8, "8")]
+    done = train(text, "--plan", path, *scheduled, "--out", tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    assert "operators" not in done.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole[0]), rel=1e-12)
+    # The plan of a run with a schedule serves one without, and another schedule.
+    path = tmp_path / "run" / "plan.json"
+    done = train(text, "--plan", path, "--lr", 1e-3, "--out", tmp_path / "constant", steps=2)
+    assert done.exit_code == 0, done.output
+    assert Plan.load(tmp_path / "constant" / "plan.json").model.settings["learning_rate"] == 1e-3
+    assert {row.get("learning_rate") for row in read_metrics(tmp_path / "constant")} <= {1e-3}
+    other = "--lr 1e-3 --warmup-steps 1 --decay linear --json".split()
+    done = train(text, "--plan", path, *other, "--out", tmp_path / "other", steps=2)
+    assert done.exit_code == 0, done.output
+    assert read_metrics(tmp_path / "other")[-1]["learning_rate"] == pytest.approx(1e-3)
+
+
+def test_a_run_of_more_steps_or_another_rate_goes_on_under_its_plan(whole, text, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "run")
+    other = (*STEP, "--lr", 5e-3, "--method", "dp", "--out", tmp_path / "run")
+    done = train(text, *other, steps=7)
+    assert done.exit_code == 0, done.output
+    assert "under the plan of" in done.stderr and "resuming after step 6" in done.stderr
+    assert "note: the step changes here: learning_rate was" in done.stderr
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.method == Plan.load(whole[0] / "plan.json").method
+    assert plan.model.settings["learning_rate"]["steps"] == 7
+
+
+def test_a_plan_takes_no_other_operators(text, tmp_path):
     path = tmp_path / "plan.json"
     options = "--cluster 8xcpu --global-batch 8 --dtype float32 --method dp --out".split()
-    schedule = "--lr 1e-2 --warmup-steps 0.5 --decay linear --steps 4".split()
-    assert run("plan", "gpt-10m", *options, path, *schedule).exit_code == 0
-    other = "--lr 1e-3 --warmup-steps 1 --decay linear --json".split()
-    done = train(text, "--plan", path, *other, "--out", tmp_path / "run", steps=2)
-    assert done.exit_code == 0, done.output
-    assert losses(tmp_path / "run") and "operators" not in done.stderr
-    row = read_metrics(tmp_path / "run")[-1]
-    assert row["learning_rate"] == pytest.approx(1e-3)
+    assert run("plan", "gpt-10m", *options, path).exit_code == 0
+    found = train(text, "--plan", path, "--clip-grad", 1, "--optimizer", "sgd", "--lr", 1)
+    assert "learning_rate" not in found.stderr
     refused(
-        train(text, "--plan", path, "--clip-grad", 1, "--optimizer", "sgd"),
+        found,
         "with another update",
         "optimizer is sgd, in the plan adamw",
         "clip_norm is 1.0, in the plan none",
@@ -294,6 +332,12 @@ def test_impossible_options_are_listed(text):
     refused(train(text, *options, "--warmup-steps", "1.5"), "neither a number of steps nor a share")
     refused(train(text, *options, "--warmup-steps", 9, "--decay", "linear"), "leaves nothing")
     refused(train(text, "--cluster", "8xH100", *options, "--devices", 4), "add --devices 8")
-    refused(
-        run("plan", "gpt-10m", "--cluster", "8xcpu", "--decay", "cosine", *options), "--steps N"
-    )
+    wrong = ("--min-lr", 1e-5, "--decay-steps", 0)
+    refused(train(text, *options, *wrong), "--min-lr 1e-05 is where", "must be at least 1, got 0")
+    typed = "--lr 1e-3 --decay=cosine --min-lr 1e-4 --warmup_steps 2 --decay-steps 9 --steps 9"
+    for verb in (("plan", "gpt-10m", "--cluster", "8xcpu"), ("aceso", "import", "c.json")):
+        refused(
+            run(*verb, *typed.split()),
+            "no option --lr or --decay or --min-lr or --warmup_steps or --decay-steps or --steps.",
+            "a plan serves every learning rate and schedule; aliquot train takes them",
+        )

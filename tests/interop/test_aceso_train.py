@@ -17,10 +17,8 @@ SMALL = {
     "seq_len": 16,
 }
 SETTINGS = [part for key, value in SMALL.items() for part in ("--set", f"{key}={value}")]
-SCHEDULE = """
-    --lr 3e-3 --min-lr 3e-4 --warmup-steps 2 --decay linear --weight-decay 0.01 --clip-grad 1
-    --optimizer adamw
-""".split()
+UPDATE = "--weight-decay 0.01 --clip-grad 1 --optimizer adamw".split()
+SCHEDULE = "--lr 3e-3 --min-lr 3e-4 --warmup-steps 2 --decay linear".split()
 RUN = """
     --split 949,50,1 --seed 1234 --log-every 1 --eval-every 3 --eval-steps 2 --save-every 2 --keep 2
 """.split()
@@ -70,9 +68,10 @@ def test_the_published_configuration_of_1_3b_trains_as_one_device_does(tmp_path)
     model = ("gpt-1.3b", "--dtype", "float64", *SETTINGS)
     succeeded(
         *("aceso", "import", published(tmp_path / "config.json"), "--model", *model),
-        *("--cluster", "4xcpu", "--out", plan, *SCHEDULE, "--steps", STEPS),
+        *("--cluster", "4xcpu", "--out", plan, *UPDATE),
     )
-    train = ("train", *model, "--global-batch", 8, "--data", tokens, *SCHEDULE, *RUN)
+    run_alike = ("--data", tokens, *UPDATE, *SCHEDULE, *RUN)
+    train = ("train", *model, "--global-batch", 8, *run_alike)
     staged = (*train, "--devices", 4, "--plan", plan, "--out", tmp_path / "staged")
     done = succeeded(*staged, "--steps", STEPS)
     assert "validation loss" in done.stdout
