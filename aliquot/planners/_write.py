@@ -10,7 +10,7 @@ import msgspec
 
 from ..cluster import Cluster
 from ..core import InfeasibleError, format_bytes
-from ..cost import casts_fit, encode_interior, predict
+from ..cost import encode_interior, predict
 from ..graph import (
     OPERATORS,
     Graph,
@@ -155,11 +155,8 @@ def _prediction(
         step = msgspec.structs.replace(found.step, memory_limit_bytes=memory_limit_bytes)
         return step, found.casts_once
     (stage,) = decision.stages
-    once = casts_fit(stage.priced, stage.picks, memory_limit_bytes)
-    return (
-        predict(stage.priced, stage.picks, memory_limit_bytes, stage.problem.graph, once),
-        (once,),
-    )
+    once = stage.picked.casts_fit(memory_limit_bytes)
+    return predict(stage.picked, memory_limit_bytes, stage.problem.graph, once), (once,)
 
 
 def _refuse_full_hosts(prediction: Prediction, cluster: Cluster) -> None:
@@ -189,7 +186,7 @@ def _gap(decision: Decision, step_time_s: float) -> float | None:
 
 def _interior(stage: StageDecision) -> Any:
     return encode_interior(
-        stage.priced.graph, stage.choices, stage.priced.mesh.axis_names, stage.repeat
+        stage.priced.graph, stage.picked.choices, stage.priced.mesh.axis_names, stage.repeat
     )
 
 
@@ -204,7 +201,7 @@ def _shardings(decision: Decision, k: int) -> _Shardings:
         pipeline.staged.extracts[k].graph if pipeline else stage.problem.graph,
         stage.problem.nodes,
     )
-    names, choices = stage.priced.mesh.axis_names, stage.choices
+    names, choices = stage.priced.mesh.axis_names, stage.picked.choices
     whole: Spec = (-1,) * len(names)
 
     def dims(port: Any, operand: Any) -> _Dims:
