@@ -81,7 +81,7 @@ def test_timeline_is_what_is_alive(name, shape):
     for _ in range(5):
         picks = np.array([rng.integers(len(node.choices)) for node in priced.nodes])
         memory = model.under(Picked(priced=priced, picks=picks))
-        use = memory.over_time
+        use = memory.over_time()
         assert use == pytest.approx(simulated(problem, priced, picks), rel=1e-9)
         assert memory.peak_bytes == use.max() == use[memory.peak_moment]
         assert sum(memory.peak_parts.values()) == pytest.approx(memory.peak_bytes, rel=1e-9)

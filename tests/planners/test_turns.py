@@ -98,7 +98,7 @@ def test_without_overlap_choices_do_not_change_what_is_deferred(problem):
     assert may_take_turns(on_mesh(problem, 4)) and not may_take_turns(priced)
     first = Picked.first(priced)
     either = [
-        memory_model(priced, in_turn=in_turn).under(first).over_time for in_turn in (True, False)
+        memory_model(priced, in_turn=in_turn).under(first).over_time() for in_turn in (True, False)
     ]
     assert (either[0] == either[1]).all()
 

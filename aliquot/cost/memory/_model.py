@@ -96,20 +96,25 @@ class MemoryUse:
         """Residents, then conversions."""
         return (*self.residents, *self.conversions)
 
-    @cached_property
     def over_time(self) -> Floats:
         """Bytes on each device while each operator runs."""
         return alive_over_time(self.arrays, self.num_times)
 
+    @cached_property
+    def _peak(self) -> tuple[float, int]:
+        # Of thousands of moments the record keeps this one.
+        use = self.over_time()
+        return float(use.max()), int(np.argmax(use))
+
     @property
     def peak_bytes(self) -> float:
         """The most bytes that a device needs at once."""
-        return float(self.over_time.max())
+        return self._peak[0]
 
     @property
     def peak_moment(self) -> int:
         """The operator during which it needs them."""
-        return int(np.argmax(self.over_time))
+        return self._peak[1]
 
     @cached_property
     def peak_parts(self) -> dict[str, float]:

@@ -476,7 +476,7 @@ class Search(AbstractSearch):
 
     def _add_rows_for(self, picked: Picked) -> bool:
         """Add memory rows for moments when choices exceed the limit; True if any were added."""
-        return self._add_rows(self.model_in_turn(self.in_turn).under(picked).over_time)
+        return self._add_rows(self.model_in_turn(self.in_turn).under(picked).over_time())
 
     def _add_unpaid_excess(self, picked: Picked) -> bool:
         """Add excess columns for the shared conversions that the program undercharges under these
