@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .cluster import Cluster, target_for
 from .core import AliquotError, InputError, faults_of, read_file, shortened
-from .cost import Problem, evaluate, make_problem, price
+from .cost import Picked, Problem, evaluate, make_problem, price
 from .graph import capture
 from .planners import Decision, PipeshardParallel, Progress, method_by_name
 from .profiling import Fit
@@ -145,8 +145,8 @@ def step_times(
     problem: Problem, decision: Decision, overlaps: Sequence[float]
 ) -> NDArray[np.float64]:
     """Step times of a planned step in seconds, `(SUSTAINED_SHARES, overlaps)`."""
-    priced, picks = decision.priced, decision.picks.tolist()
-    choices = [n.choices[p : p + 1] for n, p in zip(priced.nodes, picks, strict=True)]
+    priced = decision.picked.priced
+    choices = [node.choices[pick : pick + 1] for node, pick in decision.picked.rows()]
     cluster = priced.mesh.cluster
 
     def step_s(share: float, overlap: float) -> float:
@@ -155,7 +155,7 @@ def step_times(
         mesh = replace(priced.mesh, cluster=replace(cluster, device=device))
         use = replace(priced.use, mesh=mesh)
         again = price(problem, use, repeats=priced.repeats, choices=choices)
-        return evaluate(again, np.zeros(len(choices), np.int64)).total_s
+        return evaluate(Picked.first(again)).total_s
 
     times = [step_s(s, overlap) for s, overlap in itertools.product(SUSTAINED_SHARES, overlaps)]
     return np.array(times).reshape(len(SUSTAINED_SHARES), len(overlaps))

@@ -30,7 +30,6 @@ from .core import (
     nearest,
     recompute_parts,
 )
-from .cost import known_memory, peak_memory
 from .graph import Graph, capture, recompute_names, scans_over_layers, with_recomputation
 from .planners import (
     AbstractMethod,
@@ -532,10 +531,9 @@ def _has_room(decision: Decision) -> bool:
     are made of, too.
     """
     stage = decision.stages[0]
-    model = known_memory(stage.priced, stage.picks)
-    peak_bytes, _, parts = peak_memory(model, stage.priced, stage.picks)
-    room = stage.problem.memory_limit_bytes - peak_bytes
-    return room >= _INPUTS_TO_RESULTS * parts.get("activations", 0.0)
+    memory = stage.picked.memory
+    room = stage.problem.memory_limit_bytes - memory.peak_bytes
+    return room >= _INPUTS_TO_RESULTS * memory.peak_parts.get("activations", 0.0)
 
 
 def _ordered(

@@ -32,10 +32,10 @@ import aliquot as aq  # noqa: E402
 from aliquot import zoo  # noqa: E402
 from aliquot.cluster import LogicalMesh  # noqa: E402
 from aliquot.cost import (  # noqa: E402
+    Picked,
     collective_line,
     collective_uses,
     decode_interior,
-    find_picks,
     make_problem,
     price,
     shards,
@@ -218,29 +218,24 @@ def _counts(plan: Any, problem: Any) -> tuple[float, ...]:
     (stage,) = plan.stages
     mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=problem.cluster)
     priced = price(problem, mesh)
-    picks = find_picks(priced, decode_interior(stage, problem.nodes))
+    picked = Picked.of_choices(priced, decode_interior(stage, problem.nodes))
     device, target = problem.cluster.device, priced.target
     flops = across = collectives = 0.0
     rings = {"all-reduce": 0.0, "reduce-scatter": 0.0, "all-gather": 0.0}
     memory = {True: 0.0, False: 0.0}
-    for node_work, table, pick in zip(problem.work, priced.nodes, picks.tolist(), strict=True):
-        choice = table.choices[pick : pick + 1]
-        for work in node_work:
-            updates = work.phase is Phase.UPDATE
-            own_flops = (
-                work.flops / float(shards(choice, work.split_by, mesh.shape)[0])
-                if work.flops
-                else 0.0
-            )
-            own_bytes = sum(b / float(shards(choice, by, mesh.shape)[0]) for b, by in work.arrays)
-            if work.flops and own_flops / target.product_flops_per_s(
-                device, work.dtype
-            ) > own_bytes / target.memory_bytes_per_s(device):
-                flops += own_flops
-            else:
-                memory[updates] += own_bytes
+    for _, work, _, choice in picked.works():
+        updates = work.phase is Phase.UPDATE
+        own_flops = 0.0
+        if work.flops:
+            own_flops = work.flops / float(shards(choice, work.split_by, mesh.shape)[0])
+        own_bytes = sum(b / float(shards(choice, by, mesh.shape)[0]) for b, by in work.arrays)
+        own_s = own_bytes / target.memory_bytes_per_s(device)
+        if work.flops and own_flops / target.product_flops_per_s(device, work.dtype) > own_s:
+            flops += own_flops
+        else:
+            memory[updates] += own_bytes
     axis_sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
-    for use in collective_uses(priced, picks):
+    for use in collective_uses(picked):
         n = int(np.prod([axis_sizes[a] for a in use.axes]))
         collectives += use.count
         # What the judge adds to a collective's own time is copies around it.

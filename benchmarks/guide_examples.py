@@ -124,7 +124,7 @@ def cfp_layout_rows() -> list[dict[str, Any]]:
     for printed, (ours, compute_s, collectives_s, step_s, num_bytes) in _PRINTED_ON_4.items():
         solution = step.whole([ours if kind.blocks else () for kind in step.kinds])
         assert solution is not None
-        time = evaluate(step.space.priced, solution.picks)
+        time = evaluate(solution.picked)
         name = f"CFP, GPT on 4, {printed}"
         collectives = time.communication_s + time.gradient_s
         rows += [

@@ -53,7 +53,7 @@ def row(name: str, method: str, cluster: str) -> dict[str, Any]:
         return {**found, "replicated": None, "step ms": None, "refused": str(error).split("\n")[0]}
     alike = total = 0.0
     for stage in decision.stages:
-        work = work_alike(stage.priced, stage.picks)
+        work = work_alike(stage.picked)
         alike += sum(s for why, s in work.alike_s.items() if why != UPDATE)
         total += work.total_s
     return {

@@ -32,7 +32,6 @@ import aliquot as aq
 from aliquot.cluster import LogicalMesh, target_for
 from aliquot.core import AliquotError
 from aliquot.cost import Priced, Problem, make_problem, predict, price
-from aliquot.cost._evaluate import conversions
 from aliquot.graph import Phase, Role
 from aliquot.planners import AbstractMethod, Auto, Decision, Progress
 from aliquot.planners._race import Entry, Race
@@ -155,7 +154,7 @@ def _combined_gradients_bytes(decision: Decision, parts: dict[str, float]) -> fl
 
     Then state, whole gradients and what the collective makes of them are there at once.
     """
-    priced = decision.priced
+    priced = decision.picked.priced
     held = sum(
         n
         for part, n in parts.items()
@@ -166,7 +165,7 @@ def _combined_gradients_bytes(decision: Decision, parts: dict[str, float]) -> fl
     def local(num_bytes: float, spec: tuple[int, ...]) -> float:
         return num_bytes / math.prod(n for n, dim in zip(sizes, spec, strict=True) if dim >= 0)
 
-    for edge_index, s, t in conversions(priced, decision.picks):
+    for edge_index, s, t in decision.picked.conversions:
         edge, table = priced.graph.edges[edge_index], priced.edges[edge_index]
         source, target = table.sources[s], table.targets[t]
         if edge.gradient and any(p <= PARTIAL for p in source):
@@ -191,7 +190,7 @@ def _predict(row: dict[str, Any]) -> Predicted:
     problem = make_problem(aq.capture(step, state, batch), cluster, memory_limit_bytes=UNLIMITED)
     stage = {"dp": 0, "zero2": 2, "zero3": 3, "shard": 2, "shard-largest": 2}[row["method"]]
     decision = Alpa(mesh=tuple(row["mesh"]), zero_stage=stage).solve(problem)
-    prediction = predict(decision.priced, decision.picks, UNLIMITED, problem.graph)
+    prediction = predict(decision.picked, UNLIMITED, problem.graph)
     memory = max(
         prediction.peak_memory_bytes, _combined_gradients_bytes(decision, prediction.memory_bytes)
     )

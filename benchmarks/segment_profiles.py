@@ -33,7 +33,7 @@ reuse_freed_memory()
 import jax  # noqa: E402
 
 from aliquot.cluster import Cluster  # noqa: E402
-from aliquot.cost import make_problem, picked_choices  # noqa: E402
+from aliquot.cost import make_problem  # noqa: E402
 from aliquot.graph import capture  # noqa: E402
 from aliquot.profiling import (  # noqa: E402
     Combination,
@@ -208,7 +208,7 @@ def _rows(
         for number, plan in enumerate(plans):
             solution = step.whole([c.options for c in plan])
             assert solution is not None
-            choices = picked_choices(step.space.priced, solution.picks)
+            choices = solution.picked.choices
             compiling[f"whole {number}"] = functools.partial(
                 compile_part, step.problem, choices, step.mesh.shape, step.mesh.axis_names
             )

@@ -302,7 +302,7 @@ def _enumerate(
         solution = step.whole(composed.options)
         if solution is None:
             continue
-        uses = collective_uses(step.space.priced, solution.picks)
+        uses = collective_uses(solution.picked)
         rows.append(
             {
                 "options": list(c.options),

@@ -115,10 +115,9 @@ def costs(asked: Asked, best: dict[str, Any]) -> dict[str, Any]:
 
 def compile_whole(step: SegmentedStep, solution: IntraSolution) -> CompiledPart:
     """A whole step for the devices of this process."""
-    from ..cost import picked_choices
     from ..profiling import compile_part
 
-    choices = picked_choices(step.space.priced, solution.picks)
+    choices = solution.picked.choices
     return compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ..graph import Phase
 from ._choices import shards
-from ._priced import Ints, Priced, work_seconds
+from ._picked import Picked
+from ._priced import Priced, work_seconds
 
 UPDATE = "the update of state that is not split"
 WHOLE = "operators that run whole"
@@ -28,45 +29,40 @@ class WorkAlike:
     longest: str = ""
 
 
-def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
+def work_alike(picked: Picked) -> WorkAlike:
     """Compute that is replicated on all devices under a choice for each node; none on a single
     device.
     """
+    priced = picked.priced
     alike: dict[str, float] = defaultdict(float)
     by_label: dict[str, float] = defaultdict(float)
     total = 0.0
     single = math.prod(priced.axis_sizes) == 1
     whole_s = _whole_seconds(priced)
-    for node, node_work, table, pick in zip(
-        priced.graph.nodes, priced.work, priced.nodes, picks.tolist(), strict=True
-    ):
-        choice = table.choices[pick : pick + 1]
-        sizes = [factor.size for factor in node.factors]
-        for work in node_work:
-            times = 1 if work.phase is Phase.UPDATE else priced.repeats
-            # Launches are left out of both figures, because no plan divides them.
-            launches_s = work.kernels * priced.target.kernel_overhead_s
-            seconds = (
-                float(work_seconds(work, sizes, choice, priced.mesh, priced.target)[0]) - launches_s
-            )
-            local = [
-                (b / s, s)
-                for b, by in work.arrays
-                if (s := float(shards(choice, by, priced.axis_sizes)[0]))
-            ]
-            # Work with arithmetic is replicated as a whole or not at all; of pure memory traffic,
-            # the arrays that are not split are replicated.
-            if work.flops:
-                share = float(shards(choice, work.split_by, priced.axis_sizes)[0] == 1)
-            else:
-                moved = sum(b for b, _ in local)
-                share = sum(b for b, s in local if s == 1) / moved if moved else 0.0
-            total += times * seconds
-            if share and not single:
-                reason = UPDATE if work.phase is Phase.UPDATE else REPLICATED_BY_PLAN
-                alike[reason] += times * seconds * share
-                if reason == REPLICATED_BY_PLAN:
-                    by_label[node.label] += times * seconds * share
+    for node, work, sizes, choice in picked.works():
+        times = 1 if work.phase is Phase.UPDATE else priced.repeats
+        # Launches are left out of both figures, because no plan divides them.
+        launches_s = work.kernels * priced.target.kernel_overhead_s
+        all_s = float(work_seconds(work, sizes, choice, priced.mesh, priced.target)[0])
+        seconds = all_s - launches_s
+        local = [
+            (b / s, s)
+            for b, by in work.arrays
+            if (s := float(shards(choice, by, priced.axis_sizes)[0]))
+        ]
+        # Work with arithmetic is replicated as a whole or not at all; of pure memory traffic, the
+        # arrays that are not split are replicated.
+        if work.flops:
+            share = float(shards(choice, work.split_by, priced.axis_sizes)[0] == 1)
+        else:
+            moved = sum(b for b, _ in local)
+            share = sum(b for b, s in local if s == 1) / moved if moved else 0.0
+        total += times * seconds
+        if share and not single:
+            reason = UPDATE if work.phase is Phase.UPDATE else REPLICATED_BY_PLAN
+            alike[reason] += times * seconds * share
+            if reason == REPLICATED_BY_PLAN:
+                by_label[node.label] += times * seconds * share
     # Operators that always run whole are part of the sums above, but count for another reason.
     for phase, seconds in whole_s.items() if not single else ():
         alike[UPDATE if phase is Phase.UPDATE else REPLICATED_BY_PLAN] -= seconds

@@ -1,7 +1,4 @@
-"""The prediction for a plan of one program, and the form in which plans store its choices.
-
-`picks` gives for each node the position of its choice in the table of priced choices.
-"""
+"""The prediction for a plan of one program, and the form in which plans store its choices."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import numpy as np
 
 from ..cluster import MEASURED, MEASURED_COMPUTE, Corrections
 from ..core import PlanMismatchError
-from ..graph import Graph, Memory, Op, Phase, line_or_nearest, parameter_of, source_line
+from ..graph import Graph, Op, Phase, line_or_nearest, parameter_of, source_line
 from ..plans import CollectiveUse, OpSharding, Prediction, StagePlan
 from ..sharding import (
     Choice,
@@ -39,53 +36,26 @@ from ._collectives import (
     through_copies,
     widening,
 )
-from ._evaluate import conversions, evaluate
-from ._priced import Ints, Priced, corrected_work, sum_collective
-from .memory import (
-    MemoryModel,
-    category_of,
-    converted,
-    keeping_casts,
-    known_memory,
-    memory_model,
-    memory_over_time,
-    timeline,
-)
-
-
-def seconds_of_casts(priced: Priced, picks: Ints) -> tuple[float, float]:
-    """What the forward and the backward pass of a micro-batch take longer if they cast parameters
-    themselves, and no casts are kept for the whole step.
-    """
-    seconds = np.zeros(len(Phase))
-    for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
-        seconds += node.casts[:, pick] / priced.repeats
-    forward = float(seconds[Phase.PROLOGUE] + seconds[Phase.FORWARD])
-    return forward, float(seconds[Phase.BACKWARD])
+from ._evaluate import evaluate
+from ._picked import Picked
+from ._priced import corrected_work, sum_collective
+from .memory import memory_over_time
 
 
 def predict(
-    priced: Priced,
-    picks: Ints,
-    memory_limit_bytes: float,
-    graph: Graph,
-    casts_once: bool | None = None,
+    picked: Picked, memory_limit_bytes: float, graph: Graph, casts_once: bool | None = None
 ) -> Prediction:
-    """Step time, memory and collectives of a step under picks.
+    """Step time, memory and collectives of a step.
 
     Args:
-        casts_once: see `StagePlan`; by default what `casts_fit` says.
+        casts_once: see `StagePlan`; by default what `Picked.casts_fit` says.
     """
     if casts_once is None:
-        casts_once = casts_fit(priced, picks, memory_limit_bytes)
-    time = evaluate(priced, picks, casts_once=casts_once)
-    model = known_memory(priced, picks)
-    if casts_once:
-        model = keeping_casts(model)
-    peak, moment, parts = peak_memory(model, priced, picks)
-    op = graph.ops[min(moment, len(graph.ops) - 1)] if graph.ops else None
-    measured = measured_share(priced, picks)
-    on_host = memory_model(priced, in_turn=False, memory=Memory.HOST)
+        casts_once = picked.casts_fit(memory_limit_bytes)
+    time = evaluate(picked, casts_once=casts_once)
+    memory = picked.memory.keeping_casts if casts_once else picked.memory
+    op = graph.ops[min(memory.peak_moment, len(graph.ops) - 1)] if graph.ops else None
+    measured = measured_share(picked)
     return Prediction(
         step_time_s=time.total_s,
         compute_s=time.compute_s,
@@ -94,30 +64,17 @@ def predict(
         hidden_s=time.hidden_s,
         host_transfer_s=time.host_transfer_s,
         host_hidden_s=time.host_hidden_s,
-        host_memory_bytes=peak_memory(on_host, priced, picks)[2],
-        peak_memory_bytes=peak,
+        host_memory_bytes=picked.host_memory.peak_parts,
+        peak_memory_bytes=memory.peak_bytes,
         memory_limit_bytes=memory_limit_bytes,
-        memory_bytes=parts,
+        memory_bytes=memory.peak_parts,
         peak_moment=_moment_text(op, graph) if op else "",
-        collectives=tuple(with_source_line(use, graph) for use in collective_uses(priced, picks)),
+        collectives=tuple(with_source_line(use, graph) for use in collective_uses(picked)),
         measured_share=measured.share,
         measured_compute_share=measured.alone_share,
         measured_error=measured.error,
-        memory_over_time=memory_over_time(model, priced, picks, graph, time.total_s),
+        memory_over_time=memory_over_time(memory, picked, graph, time.total_s),
     )
-
-
-def casts_fit(priced: Priced, picks: Ints, memory_limit_bytes: float) -> bool:
-    """Whether a program under picks casts parameters once a step: there are casts, and memory to
-    keep them.
-    """
-    if not sum(seconds_of_casts(priced, picks)):
-        return False
-    # What is gathered once is kept; a search has counted its memory.
-    if priced.use.gathers_once:
-        return True
-    model = keeping_casts(known_memory(priced, picks))
-    return peak_memory(model, priced, picks)[0] <= memory_limit_bytes
 
 
 def with_source_line(use: CollectiveUse, graph: Graph) -> CollectiveUse:
@@ -149,28 +106,6 @@ def _moment_text(op: Op, graph: Graph) -> str:
     )
 
 
-def peak_memory(
-    model: MemoryModel, priced: Priced, picks: Ints
-) -> tuple[float, int, dict[str, float]]:
-    """The most bytes that a device needs at once, the operator during which it needs them, and
-    bytes by category at that moment, largest first.
-    """
-    use = timeline(model, priced, picks)
-    moment = int(np.argmax(use))
-    parts: dict[str, float] = defaultdict(float)
-    for r, local in zip(model.residents, model.local_bytes, strict=True):
-        alive = int(np.count_nonzero((r.births <= moment) & (r.deaths >= moment)))
-        parts[r.category] += alive * float(local[picks[r.node]] if r.node >= 0 else local[0])
-    for conversion, num_bytes in converted(model, priced, picks):
-        alive = int(np.count_nonzero((conversion.births <= moment) & (conversion.deaths >= moment)))
-        parts[category_of(conversion, priced)] += alive * num_bytes
-    return (
-        float(use[moment]),
-        moment,
-        {k: v for k, v in sorted(parts.items(), key=lambda kv: -kv[1]) if v},
-    )
-
-
 class _Collective(NamedTuple):
     """A collective of a step.
 
@@ -198,7 +133,7 @@ class _Collective(NamedTuple):
         return self.times * (self.latency_s + self.s_per_byte * self.entering_bytes)
 
 
-def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
+def collective_uses(picked: Picked) -> tuple[CollectiveUse, ...]:
     """The collectives of a step, most expensive first; those that differ only in size are added up.
 
     Bytes are those of the results on each device, which is what compiled programs state.
@@ -206,12 +141,12 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
     totals: dict[tuple[str, tuple[int, ...], str], list[float]] = defaultdict(
         lambda: [0.0, 0.0, 0.0]
     )
-    for each in _collectives(priced, picks):
+    for each in _collectives(picked):
         entry = totals[each.kind, each.axes, each.label]
         entry[0] += each.times
         entry[1] += each.times * each.leaving_bytes
         entry[2] += each.seconds
-    names = priced.mesh.axis_names
+    names = picked.priced.mesh.axis_names
     uses = [
         CollectiveUse(
             kind=kind,
@@ -226,10 +161,11 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
     return tuple(sorted(uses, key=lambda u: (-u.seconds, u.kind, u.axes, u.label)))
 
 
-def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
+def _collectives(picked: Picked) -> Iterator[_Collective]:
     """All collectives of a step: those of conversions between nodes, then those within nodes."""
+    priced = picked.priced
     sizes, mesh, target = priced.axis_sizes, priced.mesh, priced.target
-    for edge_index, s, t in conversions(priced, picks):
+    for edge_index, s, t in picked.conversions:
         edge, table = priced.graph.edges[edge_index], priced.edges[edge_index]
         changes = [(table.sources[s], table.targets[t])]
         # With micro-batches, a gradient is summed over the data axes, and over tokens, only once,
@@ -275,8 +211,7 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
                     latency_s,
                     s_per_byte,
                 )
-    for node, p, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
-        choice = tuple(int(f) for f in p.choices[pick])
+    for node, choice in zip(priced.graph.nodes, picked.choices, strict=True):
         for c in node.collectives:
             axes = tuple(a for a, f in enumerate(choice) if f in c.factors)
             if math.prod(sizes[a] for a in axes) == 1:
@@ -345,10 +280,10 @@ class MeasuredShare(NamedTuple):
         return self.error_s / measured_s if measured_s else 0.0
 
 
-def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
-    """The measured share of a step's compute and communication under picks."""
-    measured = priced.mesh.cluster.measured
-    if measured is None:
+def measured_share(picked: Picked) -> MeasuredShare:
+    """The measured share of a step's compute and communication."""
+    priced = picked.priced
+    if priced.mesh.cluster.measured is None:
         return MeasuredShare(0.0, 0.0, 0.0, 0.0)
     total = error = 0.0
     of_grade = {MEASURED: 0.0, MEASURED_COMPUTE: 0.0}
@@ -360,18 +295,14 @@ def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
             of_grade[corrections.grade] += seconds
             error += seconds * float(corrections.errors[0])
 
-    for node, node_work, table, pick in zip(
-        priced.graph.nodes, priced.work, priced.nodes, picks.tolist(), strict=True
-    ):
-        choice, sizes = table.choices[pick : pick + 1], [factor.size for factor in node.factors]
-        for work in node_work:
-            seconds, corrections = corrected_work(work, sizes, choice, priced.mesh, priced.target)
-            times = work.times(priced.repeats)
-            if corrections is None:
-                total += float(seconds[0]) * times
-            else:
-                count_in(float(seconds[0] * corrections.ratios[0]) * times, corrections)
-    for each in _collectives(priced, picks):
+    for _, work, sizes, choice in picked.works():
+        seconds, corrections = corrected_work(work, sizes, choice, priced.mesh, priced.target)
+        times = work.times(priced.repeats)
+        if corrections is None:
+            total += float(seconds[0]) * times
+        else:
+            count_in(float(seconds[0] * corrections.ratios[0]) * times, corrections)
+    for each in _collectives(picked):
         entering, seconds = (
             np.array([each.entering_bytes]),
             np.array([each.seconds / max(each.times, 1.0)]),
@@ -455,22 +386,3 @@ def check_choices(nodes: NodeGraph, choices: Sequence[Choice], axis_sizes: Seque
         raise PlanMismatchError(
             tuple(faults), asked="the plan's interior", advice="Plan this step again."
         )
-
-
-def picked_choices(priced: Priced, picks: Ints) -> tuple[Choice, ...]:
-    """For each node its picked choice: the factor that each mesh axis splits, or -1."""
-    return tuple(
-        tuple(int(f) for f in table.choices[pick])
-        for table, pick in zip(priced.nodes, picks.tolist(), strict=True)
-    )
-
-
-def find_picks(priced: Priced, choices: Sequence[Choice]) -> Ints:
-    """The reverse of `picked_choices`. Each choice must be among those that were priced."""
-    return np.array(
-        [
-            int(np.flatnonzero((table.choices == np.array(choice)).all(axis=1))[0])
-            for table, choice in zip(priced.nodes, choices, strict=True)
-        ],
-        np.int64,
-    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..graph import Phase
 from ._host_copies import copy_times
-from ._priced import Ints, Priced
+from ._picked import Picked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class StepTime:
         return self.compute_s + self.communication_s + self.gradient_s - self.hidden_s + exposed_s
 
 
-def evaluate(priced: Priced, picks: Ints, *, casts_once: bool = True) -> StepTime:
+def evaluate(picked: Picked, *, casts_once: bool = True) -> StepTime:
     """Step time under a choice for every node. Equal conversions of one array are paid once.
     `casts_once`: see `StagePlan`.
 
@@ -45,8 +45,9 @@ def evaluate(priced: Priced, picks: Ints, *, casts_once: bool = True) -> StepTim
     them, and at most as long as that compute takes. What is summed once in a step hides behind the
     backward pass of the last micro-batch alone.
     """
+    priced = picked.priced
     compute = communication = gradient = hideable = once = beside = last = 0.0
-    for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
+    for node, pick in picked.rows():
         again = 0.0 if casts_once else float(node.casts[:, pick].sum())
         compute += float(node.compute_s[pick]) + again
         beside += float(node.beside_s[pick]) + again
@@ -55,7 +56,7 @@ def evaluate(priced: Priced, picks: Ints, *, casts_once: bool = True) -> StepTim
         gradient += float(node.gradient_s[pick])
         hideable += float(node.hideable_s[pick])
         once += float(node.once_hideable_s[pick])
-    for (edge_index, source, target), seconds in conversions(priced, picks).items():
+    for (edge_index, source, target), seconds in picked.conversions.items():
         table = priced.edges[edge_index]
         hideable += float(table.hideable_s[source, target])
         once += float(table.once_hideable_s[source, target])
@@ -64,7 +65,7 @@ def evaluate(priced: Priced, picks: Ints, *, casts_once: bool = True) -> StepTim
         else:
             communication += seconds
     hidden = hidden_seconds(hideable - once, once, beside_s=beside, last_s=last)
-    copied, exposed = copy_times(priced, picks)
+    copied, exposed = copy_times(picked)
     return StepTime(
         compute_s=compute,
         communication_s=communication,
@@ -85,23 +86,3 @@ def hidden_seconds(hideable_s: float, once_s: float, *, beside_s: float, last_s:
         last_s: compute of the backward pass of the last micro-batch.
     """
     return min(hideable_s + min(once_s, last_s), beside_s)
-
-
-def conversions(priced: Priced, picks: Ints) -> dict[tuple[int, int, int], float]:
-    """Every distinct conversion that choices cause: `(edge, source split, target split) ->
-    seconds`.
-
-    Of the edges that share a conversion, the first stands for all.
-    """
-    seen: set[tuple[object, ...]] = set()
-    by_edge: dict[tuple[int, int, int], float] = {}
-    for edge, table in zip(priced.graph.edges, priced.edges, strict=True):
-        s = int(table.source_index[picks[edge.source]])
-        t = int(table.target_index[picks[edge.target]])
-        if table.sources[s] == table.targets[t]:
-            continue
-        identity = (edge.share, table.sources[s], table.targets[t])
-        if identity not in seen:
-            seen.add(identity)
-            by_edge[edge.index, s, t] = float(table.seconds[s, t])
-    return by_edge

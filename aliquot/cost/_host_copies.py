@@ -23,6 +23,7 @@ from ._choices import shards
 from .memory import CopySpan, copy_spans
 
 if TYPE_CHECKING:
+    from ._picked import Picked
     from ._priced import Priced
 
 Floats = NDArray[np.float64]
@@ -160,15 +161,15 @@ def copy_seconds(priced: Priced) -> list[Floats]:
     return seconds
 
 
-def copy_times(priced: Priced, picks: Ints) -> tuple[Floats, Floats]:
-    """Seconds of copies in a step under picks, by the phase that waits for them: all of them, and
+def copy_times(picked: Picked) -> tuple[Floats, Floats]:
+    """Seconds of copies in a step, by the phase that waits for them: all of them, and
     the exposed ones.
     """
-    total = np.zeros(len(Phase))
+    priced, picks, total = picked.priced, picked.picks, np.zeros(len(Phase))
     if not priced.copies:
         return total, total
     compute = np.zeros(len(Phase))
-    for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
+    for node, pick in picked.rows():
         compute += node.compute[:, pick]
     taken = [
         float(seconds[picks[copy.node]] if copy.node >= 0 else seconds[0])

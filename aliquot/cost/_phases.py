@@ -9,14 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..graph import Graph, Memory, Phase
+from ..graph import Graph, Phase
 from ..sharding import PARTIAL
-from ._estimate import peak_memory, seconds_of_casts
-from ._evaluate import conversions
 from ._host_copies import copy_times
-from ._priced import Ints, Priced
-from ._recomputed import bytes_on_device
-from .memory import MemoryModel, known_memory, memory_model
+from ._picked import Picked
+from .memory import MemoryUse
 
 _STATE = frozenset({"parameters", "optimizer state", "gradients", "other state"})
 
@@ -70,20 +67,16 @@ class PhaseCosts:
     casts_s: tuple[float, float] = (0.0, 0.0)
 
 
-def phase_costs(
-    priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | None = None
-) -> PhaseCosts:
+def phase_costs(picked: Picked, graph: Graph) -> PhaseCosts:
     """Costs by phase of a step, or of some of its layers, under a choice for every node.
 
     Args:
-        priced: priced choices, with `repeats` micro-batches.
-        picks: the position of each node's choice among them.
         graph: the graph from which the node graph was built.
-        model: memory under the choices, as `known_memory` gives it; computed if None.
     """
+    priced = picked.priced
     compute, communication, hideable = np.zeros((3, len(Phase)))
     gradient = hideable_once = deferrable = 0.0
-    for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
+    for node, pick in picked.rows():
         compute += node.compute[:, pick]
         communication += node.communication[:, pick]
         hideable += node.hideable[:, pick]
@@ -94,7 +87,7 @@ def phase_costs(
         in_passes = float(node.gradient_s[pick]) - once
         communication[Phase.BACKWARD] += in_passes
         deferrable += float(node.deferrable_s[pick]) + in_passes
-    for (index, source, target), paid in conversions(priced, picks).items():
+    for (index, source, target), paid in picked.conversions.items():
         edge, table = priced.graph.edges[index], priced.edges[index]
         once = float(table.once_s[source, target])
         if edge.gradient:
@@ -119,23 +112,21 @@ def phase_costs(
     communication -= hidden
     last = (compute - hidden)[Phase.BACKWARD] / priced.repeats
     gradient -= min(hideable_once, float(last))
-    copied, exposed = copy_times(priced, picks)
+    copied, exposed = copy_times(picked)
     seconds = compute + communication + exposed
-    model = known_memory(priced, picks) if model is None else model
-    # This peak is for one micro-batch in flight; the schedule adds the others.
-    peak, moment, parts = peak_memory(model, priced, picks)
-    state = sum(v for k, v in parts.items() if k in _STATE)
-    alive = _bytes_between_passes(model, picks, graph)
+    # This memory is for one micro-batch in flight; the schedule adds the others.
+    memory, on_host = picked.memory, picked.host_memory
+    state, host_state = (
+        sum(v for k, v in each.peak_parts.items() if k in _STATE) for each in (memory, on_host)
+    )
+    alive = _bytes_between_passes(memory, graph)
     kept = alive
     if priced.kept is not None:
-        kept = min(alive, bytes_on_device(priced, picks, priced.kept))
+        kept = min(alive, picked.bytes_on_device(priced.kept))
     forward, handed = (
-        bytes_on_device(priced, picks, [item for item in priced.held if item.handed is handed])
+        picked.bytes_on_device([item for item in priced.held if item.handed is handed])
         for handed in (False, True)
     )
-    on_host = memory_model(priced, in_turn=False, memory=Memory.HOST)
-    host_peak, _, host_parts = peak_memory(on_host, priced, picks)
-    host_state = sum(v for k, v in host_parts.items() if k in _STATE)
     return PhaseCosts(
         forward_s=float(seconds[Phase.PROLOGUE] + seconds[Phase.FORWARD]) / priced.repeats,
         backward_s=float(seconds[Phase.BACKWARD]) / priced.repeats,
@@ -148,33 +139,33 @@ def phase_costs(
         host_transfer_s=float(copied.sum()),
         host_hidden_s=float((copied - exposed).sum()),
         host_state_bytes=host_state,
-        host_in_flight_bytes=max(0.0, host_peak - host_state),
+        host_in_flight_bytes=max(0.0, on_host.peak_bytes - host_state),
         state_bytes=state,
-        stacked_bytes=_stacked_bytes(model, picks, moment) if priced.repeats > 1 else 0.0,
+        stacked_bytes=_stacked_bytes(memory) if priced.repeats > 1 else 0.0,
         in_flight_bytes=kept,
         recomputed_bytes=alive - kept,
         deferred_bytes=min(forward, kept) + handed,
         handed_bytes=handed,
         # Rounding may make the parts exceed the peak.
-        working_bytes=max(0.0, peak - state - alive),
-        memory_bytes=parts,
-        casts_s=seconds_of_casts(priced, picks),
+        working_bytes=max(0.0, memory.peak_bytes - state - alive),
+        memory_bytes=memory.peak_parts,
+        casts_s=picked.casts_s,
     )
 
 
-def _stacked_bytes(model: MemoryModel, picks: Ints, moment: int) -> float:
-    """Bytes on a device of gradients of one micro-batch that a loop stacks, at a moment."""
-    end = model.num_times - 1
+def _stacked_bytes(memory: MemoryUse) -> float:
+    """Bytes on a device of gradients of one micro-batch that a loop stacks, at the peak."""
+    moment, end = memory.peak_moment, memory.num_times - 1
     return sum(
-        float(local[picks[r.node]] if r.node >= 0 else local[0])
+        num_bytes
         * int(np.count_nonzero((r.births <= moment) & (moment <= r.deaths) & (r.deaths < end)))
-        for r, local in zip(model.residents, model.local_bytes, strict=True)
+        for r, num_bytes in memory.residents
         # Totals are alive to the end.
         if r.stacked and r.category == "gradients"
     )
 
 
-def _bytes_between_passes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
+def _bytes_between_passes(memory: MemoryUse, graph: Graph) -> float:
     """Bytes on a device of arrays that are alive between the last forward and the first backward
     operator, without state.
     """
@@ -182,7 +173,7 @@ def _bytes_between_passes(model: MemoryModel, picks: Ints, graph: Graph) -> floa
     if moment is None:
         return 0.0
     total_bytes = 0.0
-    for r, local in zip(model.residents, model.local_bytes, strict=True):
+    for r, num_bytes in memory.residents:
         if r.category in _STATE or r.category == "batch" or not kept.get(r.label, True):
             continue
         # Casts of parameters are made in each pass, or once for all micro-batches.
@@ -190,7 +181,7 @@ def _bytes_between_passes(model: MemoryModel, picks: Ints, graph: Graph) -> floa
             continue
         # Made before the moment, and read at it or later.
         alive = int(np.count_nonzero((r.births < moment) & (r.deaths >= moment)))
-        total_bytes += alive * float(local[picks[r.node]] if r.node >= 0 else local[0])
+        total_bytes += alive * num_bytes
     return total_bytes
 
 

@@ -22,7 +22,8 @@ from ..sharding import (
 )
 from ._estimate import check_choices, decode_interior, predict
 from ._mesh_use import MeshUse
-from ._priced import Ints, Priced, price, work_seconds
+from ._picked import Picked
+from ._priced import price, work_seconds
 from ._problem import Problem
 from ._stages import PipelinePrediction, predict_stages, price_stage
 
@@ -130,24 +131,19 @@ def estimate(step: PlannedStep) -> Prediction:
     if step.layered is not None:
         return estimate_stages(step).step
     (stage,), (planned,) = step.stages, step.plan.stages
-    priced, picks = _priced(stage, planned)
-    limit_bytes = step.plan.prediction.memory_limit_bytes
-    return predict(priced, picks, limit_bytes, stage.problem.graph, planned.casts_once)
+    limit_bytes, graph = step.plan.prediction.memory_limit_bytes, stage.problem.graph
+    return predict(_picked(stage, planned), limit_bytes, graph, planned.casts_once)
 
 
 def attention_s(step: PlannedStep) -> float:
     """Seconds of fused attention in the compute of a plan of one program."""
     (stage,) = step.stages
-    priced, _ = _priced(stage, step.plan.stages[0])
+    picked = _picked(stage, step.plan.stages[0])
+    priced = picked.priced
     return sum(
-        float(
-            work_seconds(
-                work, [f.size for f in node.factors], each.choices, priced.mesh, priced.target
-            )[0]
-        )
+        float(work_seconds(work, sizes, choice, priced.mesh, priced.target)[0])
         * (1 if work.phase is Phase.UPDATE else priced.repeats)
-        for node, each, works in zip(priced.graph.nodes, priced.nodes, priced.work, strict=True)
-        for work in works
+        for _, work, sizes, choice in picked.works()
         if work.scores is not None
     )
 
@@ -158,13 +154,9 @@ def estimate_stages(step: PlannedStep) -> PipelinePrediction:
     assert step.staged is not None
     stages = []
     for stage, planned in zip(step.stages, plan.stages, strict=True):
-        priced, picks = _priced(stage, planned)
-        stages.append(
-            replace(
-                price_stage(priced, picks, stage.problem.graph, planned.recompute, stage.repeat),
-                first_device=planned.first_device,
-            )
-        )
+        picked, graph = _picked(stage, planned), stage.problem.graph
+        priced = price_stage(picked, graph, planned.recompute, stage.repeat)
+        stages.append(replace(priced, first_device=planned.first_device))
     measured = step.stages[0].problem.cluster.measured
     return predict_stages(
         stages,
@@ -178,8 +170,8 @@ def estimate_stages(step: PlannedStep) -> PipelinePrediction:
     )
 
 
-def _priced(stage: PlannedStage, planned: StagePlan) -> tuple[Priced, Ints]:
-    """A stage with only the plan's choices priced, and the position of each, which is 0."""
+def _picked(stage: PlannedStage, planned: StagePlan) -> Picked:
+    """A stage with only the plan's choices priced."""
     problem = stage.problem
     check_choices(problem.nodes, stage.choices, planned.mesh_shape)
     priced = price(
@@ -189,4 +181,4 @@ def _priced(stage: PlannedStage, planned: StagePlan) -> tuple[Priced, Ints]:
         # To price all choices would take many times as long.
         choices=[np.array([choice], np.int64) for choice in stage.choices],
     )
-    return priced, np.zeros(len(stage.choices), np.int64)
+    return Picked.first(priced)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..graph import Graph, OpId, Phase, RecomputedRun, ValueId, most_at_once
-from ..sharding import NodeId, operators_of, shards_of
-from ._evaluate import conversions
-from ._priced import Ints, Priced
+from ..sharding import NodeId, operators_of
+from ._picked import Picked
+from ._priced import Priced
 from ._repeated import backward_items, repeated_operators
-from .memory import Held, MemoryModel
+from .memory import MemoryUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,48 +30,30 @@ class Recomputation:
 NOTHING_AGAIN = Recomputation()
 
 
-def recomputation(
-    priced: Priced, picks: Ints, graph: Graph, model: MemoryModel, repeat: frozenset[NodeId]
-) -> Recomputation:
+def recomputation(picked: Picked, graph: Graph, repeat: frozenset[NodeId]) -> Recomputation:
     """Costs and savings of products that the backward pass may recompute.
 
     Seconds are those of the repeated products, of the arrays that only these products fill, and of
     the conversions before and after them.
 
     Args:
-        model: memory under the choices.
         repeat: nodes of the products.
     """
+    priced = picked.priced
     assert priced.kept is not None, "the problem was not made with `of_stage`"
     repeated = repeated_operators(graph, operators_of(priced.graph, repeat))
     share = _repeated_share(priced, repeated.again, repeat)
-    seconds = _seconds(priced, picks, share | _filled_by(priced, share))
-    kept_bytes = bytes_on_device(priced, picks, [priced.made[v] for v in repeated.kept])
-    by_op = _recomputed_bytes(graph, model, picks, repeated.dropped)
+    seconds = _seconds(picked, share | _filled_by(priced, share))
+    kept_bytes = picked.bytes_on_device([priced.made[v] for v in repeated.kept])
+    by_op = _recomputed_bytes(graph, picked.memory, repeated.dropped)
     return Recomputation(
         seconds=seconds,
-        freed_bytes=max(0.0, bytes_on_device(priced, picks, priced.kept) - kept_bytes),
+        freed_bytes=max(0.0, picked.bytes_on_device(priced.kept) - kept_bytes),
         peak_bytes=_most_at_once(graph, repeated.runs, by_op),
     )
 
 
-def bytes_on_device(priced: Priced, picks: Ints, arrays: Iterable[Held]) -> float:
-    """Bytes of arrays on each device, under a choice for every node."""
-    total_bytes = 0.0
-    for array in arrays:
-        num_shards = 1
-        if array.node >= 0:
-            choice = priced.nodes[array.node].choices[picks[array.node]].tolist()
-            num_shards = shards_of(
-                choice, tuple([dim >= 0 for dim in array.projection]), priced.axis_sizes
-            )
-        total_bytes += array.num_bytes / num_shards
-    return total_bytes
-
-
-def whole_recomputation(
-    priced: Priced, picks: Ints, graph: Graph, forward_s: float
-) -> Recomputation:
+def whole_recomputation(picked: Picked, graph: Graph, forward_s: float) -> Recomputation:
     """Costs of a stage that may recompute all operators of its forward pass.
 
     Products whose results the backward pass does not need, such as the last one of a stage, are not
@@ -83,12 +65,12 @@ def whole_recomputation(
     again = repeated_operators(graph, None).again
     products = frozenset(
         node.index
-        for node in priced.graph.nodes
+        for node in picked.priced.graph.nodes
         if node.kind == "product" and node.phase is Phase.FORWARD
     )
-    share = _repeated_share(priced, again, products)
+    share = _repeated_share(picked.priced, again, products)
     skipped = {node: 1.0 - part for node, part in share.items() if part < 1}
-    return Recomputation(seconds=max(0.0, forward_s - _seconds(priced, picks, skipped)))
+    return Recomputation(seconds=max(0.0, forward_s - _seconds(picked, skipped)))
 
 
 def _repeated_share(
@@ -102,16 +84,16 @@ def _repeated_share(
     }
 
 
-def _seconds(priced: Priced, picks: Ints, share: Mapping[NodeId, float]) -> float:
+def _seconds(picked: Picked, share: Mapping[NodeId, float]) -> float:
     """Seconds of a part of the forward pass for one micro-batch: of a share of some nodes, and of
     the conversions before and after them.
     """
-    seconds = 0.0
+    seconds, priced = 0.0, picked.priced
     for node, part in share.items():
-        table, pick = priced.nodes[node], picks[node]
+        table, pick = priced.nodes[node], picked.picks[node]
         exposed = table.compute + table.communication - table.hideable
         seconds += part * float(exposed[Phase.FORWARD, pick])
-    for (index, source, target), paid in conversions(priced, picks).items():
+    for (index, source, target), paid in picked.conversions.items():
         edge = priced.graph.edges[index]
         part = max(share.get(edge.source, 0.0), share.get(edge.target, 0.0))
         if edge.phase is Phase.FORWARD and not edge.gradient:
@@ -145,7 +127,7 @@ def _filled_by(priced: Priced, share: dict[NodeId, float]) -> dict[NodeId, float
 
 
 def _recomputed_bytes(
-    graph: Graph, model: MemoryModel, picks: Ints, dropped: frozenset[OpId]
+    graph: Graph, memory: MemoryUse, dropped: frozenset[OpId]
 ) -> dict[OpId, float]:
     """Bytes on a device of arrays that are recomputed instead of kept between the two passes, by
     the operators that make them.
@@ -155,10 +137,9 @@ def _recomputed_bytes(
         return {}
     operators = np.array(sorted(dropped))
     by_op: dict[OpId, float] = {}
-    for r, local in zip(model.residents, model.local_bytes, strict=True):
+    for r, num_bytes in memory.residents:
         if r.category in ("activations", "temporaries"):
             alive = (r.births < moment) & (r.deaths >= moment) & np.isin(r.births, operators)
-            num_bytes = float(local[picks[r.node]] if r.node >= 0 else local[0])
             for op in r.births[alive].tolist():
                 by_op[OpId(op)] = by_op.get(OpId(op), 0.0) + num_bytes
     return by_op

@@ -14,26 +14,13 @@ from ..core import counted
 from ..graph import Graph, Phase, StageId
 from ..plans import CollectiveUse, Prediction, Schedule, StagePrediction
 from ..sharding import Crossing, NodeId, num_shards
-from ._estimate import (
-    MeasuredShare,
-    collective_uses,
-    measured_share,
-    peak_memory,
-    with_source_line,
-)
-from ._evaluate import conversions
+from ._estimate import MeasuredShare, collective_uses, measured_share, with_source_line
 from ._phases import PhaseCosts, phase_costs
+from ._picked import Picked
 from ._pipeline import Floats, PipelineTimes, StageCosts, simulate
-from ._priced import Ints, Priced
-from ._recomputed import (
-    NOTHING_AGAIN,
-    Recomputation,
-    bytes_on_device,
-    recomputation,
-    whole_recomputation,
-)
+from ._recomputed import NOTHING_AGAIN, Recomputation, recomputation, whole_recomputation
 from ._transfers import edge_seconds
-from .memory import Held, keeping_casts, known_memory
+from .memory import Held
 
 _ROUNDING = 1e-9
 _IN_FLIGHT, _WORKING = "activations in flight", "working memory"
@@ -65,7 +52,6 @@ class PricedStage:
     """A stage with its choices priced.
 
     Attributes:
-        priced, picks: all priced choices, and the position of each node's choice among them.
         graph: the stage's operators at the size of a micro-batch.
         first_device: the stage's first device in the cluster; it uses as many as its mesh has.
         costs: by phase.
@@ -76,8 +62,7 @@ class PricedStage:
         sequence: what splitting the sequence beside the batch takes.
     """
 
-    priced: Priced
-    picks: Ints
+    picked: Picked
     graph: Graph = field(repr=False)
     costs: PhaseCosts
     first_device: int = 0
@@ -90,7 +75,7 @@ class PricedStage:
     @property
     def num_devices(self) -> int:
         """Number of devices of its mesh."""
-        return math.prod(self.priced.mesh.shape)
+        return math.prod(self.picked.priced.mesh.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -110,8 +95,7 @@ class PipelinePrediction:
 
 
 def price_stage(
-    priced: Priced,
-    picks: Ints,
+    picked: Picked,
     graph: Graph,
     recompute: str = "none",
     repeat: frozenset[NodeId] = frozenset(),
@@ -122,38 +106,37 @@ def price_stage(
         recompute: see `StagePlan`.
         repeat: nodes of the products that the backward pass may recompute.
     """
-    assert priced.kept is not None, "the problem was not made with `of_stage`"
-    model = known_memory(priced, picks)
-    costs = phase_costs(priced, picks, graph, model)
+    assert picked.priced.kept is not None, "the problem was not made with `of_stage`"
+    costs = phase_costs(picked, graph)
     again = NOTHING_AGAIN
     if recompute == "stage":
-        again = whole_recomputation(priced, picks, graph, costs.forward_s)
+        again = whole_recomputation(picked, graph, costs.forward_s)
     elif recompute == "operators":
-        again = recomputation(priced, picks, graph, model, repeat)
+        again = recomputation(picked, graph, repeat)
     casts_bytes, working_bytes = 0.0, costs.working_bytes
     if sum(costs.casts_s):
-        peak_bytes, _, parts = peak_memory(keeping_casts(model), priced, picks)
-        casts_bytes = parts.get("casts of parameters", 0.0)
+        memory = picked.memory.keeping_casts
+        casts_bytes = memory.peak_parts.get("casts of parameters", 0.0)
         held_bytes = costs.state_bytes + costs.in_flight_bytes + costs.recomputed_bytes
-        working_bytes = max(0.0, peak_bytes - held_bytes - casts_bytes)
+        working_bytes = max(0.0, memory.peak_bytes - held_bytes - casts_bytes)
     return PricedStage(
-        priced=priced,
-        picks=picks,
+        picked=picked,
         graph=graph,
         costs=costs,
         recompute=recompute,
         again=again,
         casts_bytes=casts_bytes,
         casts_working_bytes=working_bytes,
-        sequence=_sequence_costs(priced, picks),
+        sequence=_sequence_costs(picked),
     )
 
 
-def _sequence_costs(priced: Priced, picks: Ints) -> SequenceCosts:
+def _sequence_costs(picked: Picked) -> SequenceCosts:
+    priced = picked.priced
     if not priced.target.gathers_leading_dim:
         return SequenceCosts()
     shards, rows, gathered_bytes = 1, 1.0, 0.0
-    for index, source, target in conversions(priced, picks):
+    for index, source, target in picked.conversions:
         edge, table = priced.graph.edges[index], priced.edges[index]
         before, after = table.sources[source], table.targets[target]
         along = [n for n, p, q in zip(priced.axis_sizes, before, after) if n > 1 and p == 1 != q]
@@ -166,19 +149,19 @@ def _sequence_costs(priced: Priced, picks: Ints) -> SequenceCosts:
             rows = edge.length / math.prod(n for n, p in zip(priced.axis_sizes, before) if p == 0)
     if rows <= 1:
         return SequenceCosts(shards=shards)
-    split = [held for held in priced.kept or () if _splits_dim(priced, picks, held, 2)]
+    split = [held for held in priced.kept or () if _splits_dim(picked, held, 2)]
     return SequenceCosts(
         shards=shards,
         gathered_bytes=2 * gathered_bytes,
-        stacked_bytes=bytes_on_device(priced, picks, split),
+        stacked_bytes=picked.bytes_on_device(split),
     )
 
 
-def _splits_dim(priced: Priced, picks: Ints, held: Held, dim: int) -> bool:
+def _splits_dim(picked: Picked, held: Held, dim: int) -> bool:
     """Whether arrays are split along a dim under the choice of their node."""
     if held.node < 0:
         return False
-    choice = priced.nodes[held.node].choices[picks[held.node]].tolist()
+    choice = picked.choices[held.node]
     return any(factor >= 0 and held.projection[factor] == dim for factor in choice)
 
 
@@ -240,7 +223,7 @@ def predict_stages(
     if casts_once is None:
         fits = (times.peak_bytes <= memory_limit_bytes).tolist()
         casts_once = [
-            once and (fits[schedule.submesh_of(k)] or stages[k].priced.use.gathers_once)
+            once and (fits[schedule.submesh_of(k)] or stages[k].picked.priced.use.gathers_once)
             for k, once in enumerate(cast)
         ]
         if casts_once != cast:
@@ -331,12 +314,14 @@ def _forward_s(stage: PricedStage) -> float:
     """
     if stage.recompute != "stage":
         return stage.costs.forward_s
-    bandwidth = stage.priced.target.memory_bytes_per_s(stage.priced.mesh.cluster.device)
+    priced = stage.picked.priced
+    bandwidth = priced.target.memory_bytes_per_s(priced.mesh.cluster.device)
     return max(0.0, stage.costs.forward_s - stage.costs.in_flight_bytes / bandwidth)
 
 
 def _data_parallel_size(stage: PricedStage) -> int:
-    return math.prod(stage.priced.mesh.shape[axis] for axis in stage.priced.use.data_axes)
+    use = stage.picked.priced.use
+    return math.prod(use.mesh.shape[axis] for axis in use.data_axes)
 
 
 def _stage_prediction(
@@ -367,7 +352,7 @@ def _stage_prediction(
         peak_memory_bytes=sum(memory.values()),
         memory_bytes=memory,
         collectives=tuple(
-            with_source_line(use, stage.graph) for use in collective_uses(stage.priced, stage.picks)
+            with_source_line(use, stage.graph) for use in collective_uses(stage.picked)
         ),
         host_memory_bytes={
             part: num_bytes
@@ -420,7 +405,7 @@ def _step_prediction(
         if sum(predicted.host_memory_bytes.values()) > sum(on_host.values()):
             on_host = predicted.host_memory_bytes
     collectives: list[CollectiveUse] = [use for stage in predictions for use in stage.collectives]
-    shares = [measured_share(stage.priced, stage.picks) for stage in stages]
+    shares = [measured_share(stage.picked) for stage in stages]
     measured = MeasuredShare(*(sum(column) for column in zip(*shares, strict=True)))
     return Prediction(
         step_time_s=times.step_time_s,

@@ -8,19 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..core import divisors, format_bytes
-from ..cost import (
-    Conversion,
-    Priced,
-    Problem,
-    Resident,
-    alive_over_time,
-    converted,
-    known_memory,
-)
+from ..cost import Conversion, Picked, Problem, Resident, alive_over_time
 from ..graph import Role
 from ._counts import MOST_MICRO_BATCHES, batch_size
 from ._quick_bounds import cannot_fit
@@ -46,8 +35,7 @@ class _Part(NamedTuple):
 
 def what_may_fit(
     problem: Problem,
-    priced: Priced,
-    picks: NDArray[np.int64],
+    picked: Picked,
     spaces: Sequence[Space | TooLarge],
     growing_axis: int,
 ) -> tuple[list[str], str]:
@@ -59,11 +47,11 @@ def what_may_fit(
     micro-batches, arrays that the growing mesh axis splits with the devices, and no others.
 
     Args:
-        priced, picks: the smallest plan.
+        picked: the smallest plan.
         spaces: all in which plans were looked for.
         growing_axis: the mesh axis that more devices lengthen.
     """
-    parts, limit_bytes = _parts(priced, picks, growing_axis), problem.memory_limit_bytes
+    parts, limit_bytes = _parts(picked, growing_axis), problem.memory_limit_bytes
     times = problem.nodes.num_ops + 1
 
     def needed_bytes(of_batch: float, of_split: float, more: float = 0.0) -> float:
@@ -121,20 +109,19 @@ def what_may_fit(
     return advice, remark
 
 
-def _parts(priced: Priced, picks: NDArray[np.int64], growing_axis: int) -> list[_Part]:
+def _parts(picked: Picked, growing_axis: int) -> list[_Part]:
     """All that the devices hold under known choices."""
-    model, nodes = known_memory(priced, picks), priced.graph
-    parts = []
-    for r, local in zip(model.residents, model.local_bytes, strict=True):
+    nodes, parts = picked.priced.graph, []
+    for r, num_bytes in picked.memory.residents:
         if r.node < 0:
-            parts.append(_Part(r, float(local[0]), r.category == "batch", False))
+            parts.append(_Part(r, num_bytes, r.category == "batch", False))
             continue
         batch = nodes.batch_factors[r.node]
-        factor = int(priced.nodes[r.node].choices[picks[r.node]][growing_axis])
+        factor = picked.choices[r.node][growing_axis]
         holds_batch = any(r.projection[f] >= 0 for f in batch)
         is_split = factor >= 0 and r.projection[factor] >= 0
-        parts.append(_Part(r, float(local[picks[r.node]]), holds_batch, is_split))
-    for conversion, num_bytes in converted(model, priced, picks):
+        parts.append(_Part(r, num_bytes, holds_batch, is_split))
+    for conversion, num_bytes in picked.memory.conversions:
         edges = [nodes.edges[i] for i in conversion.edges]
         if all(edge.kind == "result" for edge in edges):
             # Operands of products whose sums over devices wait: activations, split as the batch is.
@@ -145,12 +132,10 @@ def _parts(priced: Priced, picks: NDArray[np.int64], growing_axis: int) -> list[
             for edge in edges
             for f in nodes.batch_factors[edge.source]
         )
-        targets = []
-        for i, edge in zip(conversion.edges, edges, strict=True):
-            targets.append(
-                priced.edges[i].targets[priced.edges[i].target_index[picks[edge.target]]]
-            )
-        is_split = all(t[growing_axis] >= 0 for t in targets)
+        is_split = all(
+            picked.priced.edges[i].targets[picked.ends[i][1]][growing_axis] >= 0
+            for i in conversion.edges
+        )
         parts.append(_Part(conversion, num_bytes, holds_batch, is_split))
     return parts
 

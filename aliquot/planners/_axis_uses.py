@@ -95,7 +95,7 @@ class _Work:
         return _Work(
             stage=stage,
             nodes=nodes,
-            choices=stage.choices,
+            choices=stage.picked.choices,
             parameter_reads=found,
             models=any(
                 edge.target_projection[factor] >= 0

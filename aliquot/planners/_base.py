@@ -7,17 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..cluster import Cluster, subcluster, target_for
 from ..core import InfeasibleError, format_bytes
-from ..cost import CATEGORY_OF_ROLE, PipelinePrediction, Priced, Problem, make_problem
+from ..cost import CATEGORY_OF_ROLE, Picked, PipelinePrediction, Priced, Problem, make_problem
 from ..graph import Graph, Memory, Role
 from ..plans import Plan, Schedule
 from ..sharding import (
     SEMANTICS,
-    Choice,
     LayeredStep,
     NodeId,
     StagedStep,
@@ -51,8 +47,7 @@ class StageDecision:
 
     Attributes:
         problem: the problem that was solved.
-        priced, picks: all choices with their prices, and for each node the row of the one that was
-            made.
+        picked: all choices with their prices, and those that were made.
         first_device: the stage's first device in the cluster; the stage takes as many consecutive
             devices as its mesh has.
         first_layer, layer_names: the number of its first layer and the names of its layers; none
@@ -65,8 +60,7 @@ class StageDecision:
     """
 
     problem: Problem
-    priced: Priced
-    picks: NDArray[np.int64]
+    picked: Picked
     first_device: int = 0
     first_layer: int = 0
     layer_names: tuple[str, ...] = ()
@@ -76,12 +70,9 @@ class StageDecision:
     like: int | None = None
 
     @property
-    def choices(self) -> list[Choice]:
-        """For each node, the factor that each mesh axis splits, or -1."""
-        found = []
-        for table, pick in zip(self.priced.nodes, self.picks.tolist(), strict=True):
-            found.append(tuple(int(f) for f in table.choices[pick]))
-        return found
+    def priced(self) -> Priced:
+        """All choices with their prices."""
+        return self.picked.priced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,14 +121,9 @@ class Decision:
     notes: tuple[str, ...] = ()
 
     @property
-    def priced(self) -> Priced:
-        """The choices of the first stage, with their prices."""
-        return self.stages[0].priced
-
-    @property
-    def picks(self) -> NDArray[np.int64]:
-        """The row that was chosen for each node of the first stage."""
-        return self.stages[0].picks
+    def picked(self) -> Picked:
+        """The choices of the first stage."""
+        return self.stages[0].picked
 
     @property
     def num_micro_batches(self) -> int:

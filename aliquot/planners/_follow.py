@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cost import MeshUse, Priced, Problem, find_picks, price
+from ..cost import MeshUse, Picked, Priced, Problem, price
 from ..graph import wildcard
 from ..plans import StagePlan
 from ..sharding import Choice, format_spec, project, without_partial
@@ -50,7 +50,7 @@ def follow(
     masks = [a & b if (a & b).any() else b for a, b in zip(open_choices, pins, strict=True)]
     entry = Entry(space=Space(name="follow", priced=priced, allowed=masks), intra=intra)
     decision = Race(problem=problem, method="follow", intra=intra).best([entry])
-    return tuple(decision.stages[0].choices)
+    return decision.picked.choices
 
 
 def _open_choices(priced: Priced, kinds: fixed.Kinds) -> fixed.Masks:
@@ -74,7 +74,7 @@ def find_alternatives(
     # An explanation needs estimates for many arrays, not a proof for each.
     quick = (intra or ILP()).coarser(relative_gap=1e-2, node_limit=20)
     priced = _priced(problem, stage, choices, quick, frozenset())
-    picks = find_picks(priced, choices)
+    picked = Picked.of_choices(priced, choices)
     kinds = fixed.kinds_of(problem)
     masks = _open_choices(priced, kinds)
     weight: dict[int, tuple[int, int]] = {}
@@ -86,9 +86,7 @@ def find_alternatives(
             weight[port.node] = total + problem.graph.values[item.value].num_bytes, first
     # Largest first, ties in program order, so that the list is the same each time.
     largest = sorted(weight, key=lambda n: (-weight[n][0], n))[:most]
-    alternatives = [
-        _without(problem, priced, picks, masks, n, weight[n][1], quick) for n in largest
-    ]
+    alternatives = [_without(problem, picked, masks, n, weight[n][1], quick) for n in largest]
     return [alternative for alternative in alternatives if alternative is not None]
 
 
@@ -113,23 +111,23 @@ def _priced(
 
 def _without(
     problem: Problem,
-    priced: Priced,
-    picks: np.ndarray,
+    picked: Picked,
     masks: fixed.Masks,
     node: int,
     k: int,
     intra: AbstractIntra,
 ) -> OtherSplit | None:
-    """The best choices that split input `k` in another way than `picks` do; None if there is no
+    """The best choices that split input `k` in another way than those picked; None if there is no
     other way.
     """
+    priced = picked.priced
     item, port = problem.graph.inputs[k], priced.graph.input_ports[k]
     rank = len(problem.graph.values[item.value].shape)
     table = priced.nodes[node].choices
     specs = []
     for c in table:
         specs.append(without_partial(project(tuple(int(f) for f in c), port.projection)))
-    chosen = specs[int(picks[node])]
+    chosen = specs[int(picked.picks[node])]
     is_other_split = masks[node] & np.array([s != chosen for s in specs])
     if not is_other_split.any():
         return None
@@ -138,7 +136,7 @@ def _without(
     space = Space(name="another split", priced=priced, allowed=open_choices)
     solution = intra.solve(problem, space, memory_limit_bytes=problem.memory_limit_bytes)
     names = priced.mesh.axis_names
-    spec = specs[int(solution.picks[node])] if solution else None
+    spec = specs[int(solution.picked.picks[node])] if solution else None
     return OtherSplit(
         subject=wildcard(item.path),
         chosen=format_spec(chosen, names, rank),

@@ -21,6 +21,7 @@ from ..cost import (
     Chain,
     MeshUse,
     PhaseCosts,
+    Picked,
     Priced,
     Problem,
     StageOption,
@@ -454,18 +455,18 @@ def _solve_layer(layer: _Layer, mesh: _Mesh) -> LayerSolution | None:
     # With one choice for each node, there is nothing to search.
     if all(len(node.choices) == 1 for node in priced.nodes):
         # Only the batch is split, which may still be impossible.
-        picks = np.zeros(len(priced.nodes), np.int64)
-        if not np.isfinite(evaluate(priced, picks).total_s):
+        only = Picked.first(priced)
+        if not np.isfinite(evaluate(only).total_s):
             return None
-        return LayerSolution(costs=phase_costs(priced, picks, problem.graph), picks=picks)
+        return LayerSolution(costs=phase_costs(only, problem.graph), picks=only.picks)
     space = Space.whole("layer", priced)
     # No memory limit: how many micro-batches a stage has in flight depends on its place in the
     # pipeline, which is not known yet.
     search = layer.intra.begin(problem, space, memory_limit_bytes=np.inf, notes=layer.notes)
     search.bound()
-    if search.picks is None:
+    if (best := search.picked) is None:
         return None
-    return LayerSolution(costs=phase_costs(priced, search.picks, problem.graph), picks=search.picks)
+    return LayerSolution(costs=phase_costs(best, problem.graph), picks=best.picks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -87,6 +87,6 @@ def _seeds(problem: Problem, use: MeshUse, intra: AbstractIntra) -> Iterator[lis
             continue
         yield [
             # All axes that a joined axis stands for take its choice.
-            tuple(int(table.choices[pick][k]) for k, group in enumerate(groups) for _ in group)
-            for table, pick in zip(priced.nodes, solution.picks.tolist(), strict=True)
+            tuple(choice[k] for k, group in enumerate(groups) for _ in group)
+            for choice in solution.picked.choices
         ]

@@ -58,7 +58,7 @@ def block_notes(decision: Decision) -> Iterator[str]:
         ops, nodes = stage.problem.graph.ops, stage.problem.nodes
         blocks = find_blocks(stage.problem.graph, nodes)
         outside += [named_operator(ops[op]) for op in outside_blocks(nodes, blocks)]
-        parted = blocks_split_apart(stage.problem, stage.priced, stage.picks)
+        parted = blocks_split_apart(stage.problem, stage.picked)
         first = {k: op for op, k in reversed(entry_operators(nodes, parted))}
         apart += [named_operator(ops[first[k]]) for k in sorted(first)]
     # Equal stages have equal products.
@@ -204,7 +204,7 @@ def _much_alike(stages: Sequence[StageDecision]) -> Iterator[str]:
     longest: dict[str, float] = {}
     total_s = 0.0
     for stage in stages:
-        work = work_alike(stage.priced, stage.picks)
+        work = work_alike(stage.picked)
         for reason, seconds in work.alike_s.items():
             alike_s[reason] += seconds
         label = next(
@@ -233,11 +233,11 @@ def _much_alike(stages: Sequence[StageDecision]) -> Iterator[str]:
 def _run_whole(stages: Sequence[StageDecision]) -> Iterator[str]:
     lines = []
     for stage in stages:
-        priced, picks, graph = stage.priced, stage.picks, stage.problem.graph
+        priced, graph = stage.priced, stage.problem.graph
         if math.prod(priced.axis_sizes) == 1:
             continue
         gathered: dict[str, float] = defaultdict(float)
-        for use in collective_uses(priced, picks) if priced.graph.whole else ():
+        for use in collective_uses(stage.picked) if priced.graph.whole else ():
             if use.kind == "all-gather":
                 gathered[use.label] += use.num_bytes
         for op in priced.graph.whole:

@@ -289,7 +289,7 @@ class FewerMicroBatches(AbstractFamily):
                     progress=task.progress,
                 )
             if found is None and is_single and pipeline.step_time_s < search.to_beat_s(task):
-                method = self.whole(pipeline.priced.mesh.shape)
+                method = self.whole(pipeline.picked.priced.mesh.shape)
                 found = method.solve(task.problem(most), task.progress)
         except Interrupted as interrupted:
             found = interrupted.decision

@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..cluster import LogicalMesh
 from ..core import InfeasibleError, InputError, counted, format_bytes, format_seconds
-from ..cost import Problem, known_memory, peak_memory
+from ..cost import Problem
 from ..plans import GIVEN_LAYOUT, name_of_part
 from ._advice import what_may_fit
 from ._base import Candidate, Decision, Interrupted, Progress, StageDecision, TooSlowError
@@ -234,11 +233,6 @@ def finished(race: RaceInParts) -> Decision:
     raise AssertionError("the race pauses")
 
 
-def _peak_bytes(decision: Decision) -> float:
-    priced, picks = decision.priced, decision.picks
-    return peak_memory(known_memory(priced, picks), priced, picks)[0]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Race:
     """A race for the best decision about a problem.
@@ -269,7 +263,7 @@ class Race:
         best = self.best(entries)
         limit_s = best.step_time_s * (1 + _MUCH_FASTER)
         for entry in entries:
-            if entry.space.priced is best.priced:
+            if entry.space.priced is best.picked.priced:
                 continue
             try:
                 other = self.best([entry], limit_s)
@@ -277,7 +271,7 @@ class Race:
                 continue
             except Interrupted as interrupted:
                 raise Interrupted(best) from interrupted
-            times = _peak_bytes(best) / _peak_bytes(other)
+            times = best.picked.memory.peak_bytes / other.picked.memory.peak_bytes
             if other.step_time_s <= limit_s and times > _MUCH_MEMORY:
                 passed_over = f"hardly faster, and needs {times:.1f} times the memory"
                 candidates = []
@@ -442,11 +436,7 @@ class Race:
         return Decision(
             method=self.method,
             planner=self.planner or self.intra.name,
-            stages=(
-                StageDecision(
-                    problem=problem, priced=runner.entry.space.priced, picks=solution.picks
-                ),
-            ),
+            stages=(StageDecision(problem=problem, picked=solution.picked),),
             step_time_s=solution.step_time_s,
             lower_bound_s=bound_s,
             bound_holds_for=scope,
@@ -469,18 +459,12 @@ class Race:
         remedies.
         """
         problem, method = self.problem, self.method
-        smallest: tuple[float, dict[str, float], _Runner, NDArray[np.int64]] | None = None
         # Meshes of few axes split arrays into as many pieces, and their smallest plan is found
         # quickly.
         axes = min(len(runner.entry.mesh.shape) for runner in runners)
-        for runner in (r for r in runners if len(r.entry.mesh.shape) == axes):
-            picks = runner.search.least_memory()
-            priced = runner.entry.space.priced
-            peak_bytes, _, parts = peak_memory(known_memory(priced, picks), priced, picks)
-            if smallest is None or peak_bytes < smallest[0]:
-                smallest = peak_bytes, parts, runner, picks
-        assert smallest is not None
-        peak_bytes, parts, runner, picks = smallest
+        small = [(r, r.search.least_memory()) for r in runners if len(r.entry.mesh.shape) == axes]
+        runner, picked = min(small, key=lambda pair: pair[1].memory.peak_bytes)
+        peak_bytes, parts = picked.memory.peak_bytes, picked.memory.peak_parts
         limit_bytes = problem.memory_limit_bytes
         gave_up = any(r.search.gave_up for r in runners)
         # There are too few choices, not too little memory: advice on memory would be wrong.
@@ -500,9 +484,7 @@ class Race:
             f"{format_bytes(v)} {name_of_part(k)}" for k, v in list(parts.items())[:5]
         )
         spaces = [r.entry.space for r in runners]
-        changes, remark = what_may_fit(
-            problem, runner.entry.space.priced, picks, spaces, runner.entry.growing_axis
-        )
+        changes, remark = what_may_fit(problem, picked, spaces, runner.entry.growing_axis)
         return InfeasibleError(
             f"{claim} {problem.cluster.name} ({format_bytes(limit_bytes)} usable on each device).\n"
             f"  The smallest found, on a mesh {runner.entry.mesh}, needs"

@@ -21,9 +21,9 @@ from ..cluster import subcluster
 from ..cost import (
     UNIT_FIGURES,
     Chain,
+    Picked,
     Problem,
     Recomputation,
-    known_memory,
     recomputation,
 )
 from ..graph import OpId, Phase, stage_layers
@@ -246,5 +246,5 @@ def _recomputed(
         replace(problem, cluster=subcluster(problem.cluster, submesh)), shape, costs.intra
     )
     assert priced is not None
-    model = known_memory(priced, picks)
-    return [recomputation(priced, picks, problem.graph, model, nodes) for nodes in sets]
+    picked = Picked(priced=priced, picks=picks)
+    return [recomputation(picked, problem.graph, nodes) for nodes in sets]

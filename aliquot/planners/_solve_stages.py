@@ -392,9 +392,7 @@ class _Stages:
         found, repeat = solution[0], frozenset[NodeId]()
         if option.recompute == "operators":
             repeat = repeated_nodes(found.problem.nodes, extract.ops, step_ops)
-        priced = price_stage(
-            found.priced, found.picks, found.problem.graph, option.recompute, repeat
-        )
+        priced = price_stage(found.picked, found.problem.graph, option.recompute, repeat)
         return replace(found, repeat=repeat), priced
 
 
@@ -434,7 +432,7 @@ def _solve_stage(method: PipeshardParallel, problem: Problem, option: StageOptio
                 other = _split_stage(method, problem, option, waiting, faster_than_s=most_s)
                 best = other if other.step_time_s < most_s else best
     stage = best.stages[0]
-    return stage, price_stage(stage.priced, stage.picks, problem.graph)
+    return stage, price_stage(stage.picked, problem.graph)
 
 
 def _split_stage(
@@ -461,9 +459,8 @@ def _sums_over_tokens(problem: Problem, stage: StageDecision) -> bool:
         return False
     if priced.use.context_axes or axis in priced.use.data_axes:
         return False
-    choices = stage.choices
     return any(
         sum(port is not None for port in token_sum.operands) > 1
-        and token_sum.is_split(choices, axis)
+        and token_sum.is_split(stage.picked.choices, axis)
         for token_sum in problem.nodes.token_sums
     )

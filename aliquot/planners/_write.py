@@ -11,7 +11,7 @@ import msgspec
 
 from ..cluster import Cluster
 from ..core import InfeasibleError, format_bytes
-from ..cost import Problem, casts_fit, encode_interior, predict
+from ..cost import Problem, encode_interior, predict
 from ..graph import (
     OPERATORS,
     Graph,
@@ -78,7 +78,10 @@ def write_plan(
     predictions = pipeline.prediction.stages if pipeline else (None,)
     shardings = shardings_of(
         full,
-        [(each.problem, each.choices, each.priced.mesh.axis_names) for each in decision.stages],
+        [
+            (each.problem, each.picked.choices, each.priced.mesh.axis_names)
+            for each in decision.stages
+        ],
         pipeline.staged if pipeline else None,
     )
     uses = {k: axis_uses(stage) for k, stage in enumerate(decision.stages) if stage.like is None}
@@ -166,11 +169,8 @@ def _prediction(
         step = msgspec.structs.replace(found.step, memory_limit_bytes=memory_limit_bytes)
         return step, found.casts_once
     (stage,) = decision.stages
-    once = casts_fit(stage.priced, stage.picks, memory_limit_bytes)
-    return (
-        predict(stage.priced, stage.picks, memory_limit_bytes, stage.problem.graph, once),
-        (once,),
-    )
+    once = stage.picked.casts_fit(memory_limit_bytes)
+    return predict(stage.picked, memory_limit_bytes, stage.problem.graph, once), (once,)
 
 
 def _refuse_full_hosts(prediction: Prediction, cluster: Cluster) -> None:
@@ -200,7 +200,7 @@ def _gap(decision: Decision, step_time_s: float) -> float | None:
 
 def _interior(stage: StageDecision) -> Any:
     return encode_interior(
-        stage.priced.graph, stage.choices, stage.priced.mesh.axis_names, stage.repeat
+        stage.priced.graph, stage.picked.choices, stage.priced.mesh.axis_names, stage.repeat
     )
 
 

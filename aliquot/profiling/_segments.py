@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..cluster import AXIS_NAMES, LogicalMesh
 from ..core import InputError
-from ..cost import Problem, evaluate, make_problem, phase_costs, picked_choices, price
+from ..cost import Problem, evaluate, make_problem, phase_costs, price
 from ..graph import Extract, Graph, Layers
 from ..planners import (
     ILP,
@@ -172,9 +172,7 @@ class SegmentKind:
         solution = self.intra.solve(self.problem, space, memory_limit_bytes=math.inf)
         if solution is None:
             return None
-        priced = self.space.priced
-        costs = phase_costs(priced, solution.picks, self.problem.graph)
-        choices = picked_choices(priced, solution.picks)
+        costs, choices = phase_costs(solution.picked, self.problem.graph), solution.picked.choices
         nodes = self.problem.nodes
         enters, leaves = {}, {}
         for position, port in enumerate(nodes.input_ports):
@@ -186,7 +184,7 @@ class SegmentKind:
         return Combination(
             options=options,
             choices=choices,
-            seconds=evaluate(priced, solution.picks).total_s,
+            seconds=evaluate(solution.picked).total_s,
             state_bytes=costs.state_bytes,
             kept_bytes=costs.in_flight_bytes + costs.recomputed_bytes,
             working_bytes=costs.working_bytes,

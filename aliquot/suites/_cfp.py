@@ -13,7 +13,7 @@ from typing import Any
 
 from ..cluster import Cluster
 from ..core import InfeasibleError, InputError
-from ..cost import evaluate, make_problem, picked_choices, price
+from ..cost import Picked, evaluate, make_problem, price
 from ..graph import capture
 from ..planners import ILP, DataParallel, IntraSolution, Progress
 from ..profiling import (
@@ -152,8 +152,7 @@ def predicted_blocks(case: CfpCase, cluster: Cluster) -> dict[str, Any]:
     best, solution = min(whole, key=lambda pair: pair[1].step_time_s) if whole else (None, None)
     data_parallel_s: float | None = None
     try:
-        parallel = DataParallel().solve(step.problem)
-        data_parallel_s = evaluate(parallel.priced, parallel.picks).total_s
+        data_parallel_s = evaluate(DataParallel().solve(step.problem).picked).total_s
     except InfeasibleError:
         # It does not fit, and has no step time.
         pass
@@ -186,7 +185,9 @@ def _alpas_s(step: SegmentedStep) -> float | None:
     space = dataclasses.replace(step.space, priced=by_rule)
     limit_bytes = step.problem.memory_limit_bytes
     chosen = ILP().solve(step.problem, space, memory_limit_bytes=limit_bytes)
-    return None if chosen is None else evaluate(priced, chosen.picks).total_s
+    if chosen is None:
+        return None
+    return evaluate(Picked(priced=priced, picks=chosen.picked.picks)).total_s
 
 
 def measured_blocks(case: CfpCase, devices: Sequence[Any]) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def measured_blocks(case: CfpCase, devices: Sequence[Any]) -> dict[str, Any]:
     def seconds(step: SegmentedStep, solution: IntraSolution | None) -> float | None:
         if solution is None:
             return None
-        choices = picked_choices(step.space.priced, solution.picks)
+        choices = solution.picked.choices
         part = compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names)
         return time_part(part).seconds
 

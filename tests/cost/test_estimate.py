@@ -14,13 +14,12 @@ from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.core import PlanMismatchError
 from aliquot.cost import (
+    Picked,
     PlannedStep,
     collective_uses,
-    conversions,
     enumerate_choices,
     estimate,
     evaluate,
-    find_picks,
     make_problem,
     price,
 )
@@ -51,8 +50,9 @@ def test_collectives_cost_what_the_judge_charges(shape, cluster):
     rng = np.random.default_rng(1)
     for _ in range(10):
         picks = np.array([rng.integers(len(node.choices)) for node in priced.nodes])
-        time = evaluate(priced, picks)
-        listed = sum(use.seconds for use in collective_uses(priced, picks))
+        picked = Picked(priced=priced, picks=picks)
+        time = evaluate(picked)
+        listed = sum(use.seconds for use in collective_uses(picked))
         assert listed == pytest.approx(time.communication_s + time.gradient_s, rel=1e-9)
 
 
@@ -81,7 +81,7 @@ def test_equal_conversions_are_paid_once(problem):
     rng = np.random.default_rng(2)
     picks = np.array([rng.integers(len(node.choices)) for node in priced.nodes])
     seen = set()
-    for edge_index, s, t in conversions(priced, picks):
+    for edge_index, s, t in Picked(priced=priced, picks=picks).conversions:
         table = priced.edges[edge_index]
         identity = problem.nodes.edges[edge_index].share, table.sources[s], table.targets[t]
         assert identity not in seen
@@ -118,8 +118,9 @@ def test_picks_are_positions_of_choices(problem):
     priced = price(problem, LogicalMesh(shape=(2, 4), cluster=CLUSTER))
     rng = np.random.default_rng(3)
     picks = np.array([rng.integers(len(node.choices)) for node in priced.nodes])
-    choices = [tuple(node.choices[k].tolist()) for node, k in zip(priced.nodes, picks)]
-    assert (find_picks(priced, choices) == picks).all()
+    choices = Picked(priced=priced, picks=picks).choices
+    assert choices == tuple(tuple(node.choices[k]) for node, k in zip(priced.nodes, picks))
+    assert (Picked.of_choices(priced, choices).picks == picks).all()
 
 
 def judged(problem, plan):

@@ -11,13 +11,12 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import (
+    Picked,
     PlannedStep,
     estimate,
     make_problem,
     memory_model,
-    peak_memory,
     price,
-    timeline,
 )
 from aliquot.graph import Graph
 from aliquot.planners import ShardParallel, Zero3Parallel
@@ -81,11 +80,11 @@ def test_timeline_is_what_is_alive(name, shape):
     rng = np.random.default_rng(0)
     for _ in range(5):
         picks = np.array([rng.integers(len(node.choices)) for node in priced.nodes])
-        use = timeline(model, priced, picks)
+        memory = model.under(Picked(priced=priced, picks=picks))
+        use = memory.over_time()
         assert use == pytest.approx(simulated(problem, priced, picks), rel=1e-9)
-        peak, moment, parts = peak_memory(model, priced, picks)
-        assert peak == use.max() == use[moment]
-        assert sum(parts.values()) == pytest.approx(peak, rel=1e-9)
+        assert memory.peak_bytes == use.max() == use[memory.peak_moment]
+        assert sum(memory.peak_parts.values()) == pytest.approx(memory.peak_bytes, rel=1e-9)
 
 
 def _forward(graph: Graph, name: str) -> int:

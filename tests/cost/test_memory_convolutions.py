@@ -8,9 +8,8 @@ import pytest
 import aliquot as aq
 from aliquot.cluster import TARGETS, Cluster, LogicalMesh
 from aliquot.cost import (
-    converted,
+    Picked,
     decode_interior,
-    known_memory,
     make_problem,
     may_take_turns,
     price,
@@ -159,16 +158,16 @@ def normalised(cluster: str, recompute: bool):
     stage = plan.stages[0]
     mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=where)
     priced = price(problem, mesh, repeats=1, choices=[np.array([c], np.int64) for c in choices])
-    return priced, np.zeros(len(choices), np.int64), problem.graph
+    return Picked.first(priced), problem.graph
 
 
-def waiting(priced, picks):
+def waiting(picked):
     """Until when operands wait for products for gradients: operators at which they are there, and
     until which.
     """
-    edges = priced.graph.edges
+    edges = picked.priced.graph.edges
     found = []
-    for c, _ in converted(known_memory(priced, picks), priced, picks):
+    for c, _ in picked.memory.conversions:
         edge = edges[c.edges[0]]
         if edge.kind == "result" and edge.gradient:
             found += zip(c.births.tolist(), c.deaths.tolist())
@@ -181,12 +180,12 @@ def test_products_run_beside_sums_over_the_batch():
     """
     shares = {}
     for recompute in (False, True):
-        priced, picks, graph = normalised("4xH100", recompute)
+        picked, graph = normalised("4xH100", recompute)
         # For each gradient, and once more where a product of a recomputed layer follows.
-        assert priced.graph.batch_sums == (9 if recompute else 6)
-        assert not may_take_turns(priced)
+        assert picked.priced.graph.batch_sums == (9 if recompute else 6)
+        assert not may_take_turns(picked.priced)
         last = max(op.index for op in graph.ops if op.phase is Phase.BACKWARD)
-        waits = waiting(priced, picks)
+        waits = waiting(picked)
         assert max(until for _, until in waits) <= last
         first = min(waits)
         shares[recompute] = (last - first[1]) / (last - first[0])
@@ -194,8 +193,8 @@ def test_products_run_beside_sums_over_the_batch():
 
 
 def test_no_products_are_deferred_on_one_device():
-    priced, picks, _ = normalised("1xH100", True)
-    assert not waiting(priced, picks)
+    picked, _ = normalised("1xH100", True)
+    assert not waiting(picked)
 
 
 def test_sums_over_the_same_array_are_not_deferred():

@@ -14,13 +14,11 @@ from aliquot import zoo
 from aliquot.cluster import TARGETS, Cluster, LogicalMesh, target_for
 from aliquot.cost import (
     MeshUse,
-    converted,
+    Picked,
     decode_interior,
-    known_memory,
     make_problem,
     memory_model,
     price,
-    timeline,
 )
 from aliquot.cost.memory import find_storage
 from aliquot.graph import Phase, fold
@@ -284,8 +282,7 @@ def held(cluster: str, method, num_micro_batches=1, **settings):
         repeats=num_micro_batches,
         choices=[np.array([c], np.int64) for c in choices],
     )
-    picks = np.zeros(len(choices), np.int64)
-    found = converted(known_memory(priced, picks), priced, picks)
+    found = Picked.first(priced).memory.conversions
     return [(c, num_bytes, problem.nodes.edges[c.edges[0]]) for c, num_bytes in found]
 
 
@@ -354,8 +351,10 @@ def test_products_run_in_turn_where_layers_have_collectives_beside_all_reduces()
     saved = []
     for _ in range(40):
         picks = np.array([rng.integers(len(n.choices)) for n in priced.nodes])
+        picked = Picked(priced=priced, picks=picks)
         known, low, high = (
-            timeline(model, priced, picks) for model in (known_memory(priced, picks), least, most)
+            memory.over_time()
+            for memory in (picked.memory, least.under(picked), most.under(picked))
         )
         assert (low <= known * (1 + 1e-12)).all() and (known <= high * (1 + 1e-12)).all()
         saved.append((known < high * 0.999).any())
@@ -625,11 +624,11 @@ def test_stacks_are_turned_before_loops_as_they_are_stored(scan):
     work = zoo.build(config, 8, dtype="bf16", scan=scan)
     graph = aq.capture(work.train_step, work.state, work.batch)
     decision = Zero3Parallel().solve(make_problem(graph, Cluster.preset("2xH100")))
-    priced, picks = decision.priced, decision.picks
+    priced = decision.picked.priced
     end = priced.graph.num_ops
     (turned,) = [
         num_bytes
-        for copy, num_bytes in converted(known_memory(priced, picks), priced, picks)
+        for copy, num_bytes in decision.picked.memory.conversions
         if priced.graph.edges[copy.edges[0]].label.endswith("mlp.gate.kernel")
         and (copy.births == 0).all()
         and (copy.deaths == end).all()

@@ -4,12 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import aliquot as aq
 from aliquot.cluster import Cluster, Link, LogicalMesh
-from aliquot.cost import MeshUse, evaluate, make_problem, phase_costs, price
+from aliquot.cost import MeshUse, Picked, evaluate, make_problem, phase_costs, price
 from aliquot.graph import Phase
 
 WIDTH, ROWS, OVERLAP, OF_SUMS = 256, 512, 0.9, 0.25
@@ -43,29 +42,22 @@ def with_batch_split(bandwidth, repeats):
     problem = make_problem(graph, cluster, num_micro_batches=repeats)
     priced = price(problem, MeshUse(mesh=mesh, data_axes=frozenset({0})), repeats=repeats)
     decision = aq.DataParallel().solve(problem)
-    choices = [
-        tuple(n.choices[p]) for n, p in zip(decision.priced.nodes, decision.picks, strict=True)
-    ]
-    picks = [
-        [tuple(c) for c in node.choices].index(choice)
-        for node, choice in zip(priced.nodes, choices, strict=True)
-    ]
-    return priced, np.array(picks), graph
+    return Picked.of_choices(priced, decision.picked.choices), graph
 
 
 @pytest.mark.parametrize("repeats", [1, 8])
 @pytest.mark.parametrize("bandwidth", [1e8, 1e14])
 def test_gradients_that_are_summed_once_hide_behind_the_last_backward_pass(repeats, bandwidth):
-    priced, picks, graph = with_batch_split(bandwidth, repeats)
-    time = evaluate(priced, picks)
-    backward = sum(n.compute[Phase.BACKWARD, k] for n, k in zip(priced.nodes, picks, strict=True))
+    picked, graph = with_batch_split(bandwidth, repeats)
+    time = evaluate(picked)
+    backward = sum(n.compute[Phase.BACKWARD, k] for n, k in picked.rows())
     # On slow links all of the last pass hides something, on fast ones all that can be is hidden.
     can_hide = OVERLAP * time.gradient_s
     behind_last = min(can_hide, float(backward) / repeats)
     assert (behind_last < can_hide) == (bandwidth == 1e8)
     assert time.hidden_s == pytest.approx(behind_last, rel=1e-2)
     # A stage of a pipeline hides as much.
-    costs = phase_costs(priced, picks, graph)
+    costs = phase_costs(picked, graph)
     assert costs.gradient_s == pytest.approx(time.gradient_s - behind_last, rel=1e-2)
     passes = repeats * (costs.forward_s + costs.backward_s) + costs.once_s
     assert passes == pytest.approx(time.total_s, rel=1e-2)
@@ -75,13 +67,12 @@ def test_gradients_that_are_summed_once_hide_behind_the_last_backward_pass(repea
 def test_a_part_of_the_sums_of_activations_hides_behind_compute(bandwidth):
     graph, cluster = step_on(bandwidth, OF_SUMS)
     decision = aq.TensorParallel(degree=4).solve(make_problem(graph, cluster))
-    priced, picks = decision.priced, decision.picks
-    time = evaluate(priced, picks)
+    time = evaluate(decision.picked)
     assert time.communication_s > 10 * time.gradient_s
-    beside = sum(n.beside_s[k] for n, k in zip(priced.nodes, picks, strict=True))
+    beside = sum(n.beside_s[k] for n, k in decision.picked.rows())
     can_hide = OF_SUMS * time.communication_s + OVERLAP * time.gradient_s
     assert time.hidden_s == pytest.approx(min(can_hide, float(beside)))
-    costs = phase_costs(priced, picks, graph)
+    costs = phase_costs(decision.picked, graph)
     passes = costs.forward_s + costs.backward_s + costs.once_s
     assert passes == pytest.approx(time.total_s, rel=1e-3)
 
@@ -100,6 +91,6 @@ def test_sums_of_gradients_between_hosts_hide_less(repeats):
         cluster = dataclasses.replace(cluster, device=device)
         problem = make_problem(graph, cluster, num_micro_batches=repeats)
         decision = aq.DataParallel().solve(problem)
-        time = evaluate(decision.priced, decision.picks)
+        time = evaluate(decision.picked)
         hidden[hosts] = time.hidden_s / time.gradient_s
     assert hidden[1] - hidden[2] == pytest.approx(OVERLAP - 0.5)

@@ -4,11 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import aliquot as aq
 from aliquot.cluster import Cluster, LogicalMesh
-from aliquot.cost import MeshUse, make_problem, phase_costs, price
+from aliquot.cost import MeshUse, Picked, make_problem, phase_costs, price
 from aliquot.sharding import layer_step, stage_step
 
 WIDTH, ROWS, VOCABULARY = 64, 32, 4096
@@ -37,7 +36,7 @@ def kept_bytes(stage):
     cluster = Cluster.preset("1xV100-16GB")
     problem = make_problem(extract.graph, cluster, num_micro_batches=4)
     priced = price(problem, LogicalMesh(shape=(1,), axis_names=("x",), cluster=cluster), repeats=4)
-    return phase_costs(priced, np.zeros(len(priced.nodes), np.int64), extract.graph).in_flight_bytes
+    return phase_costs(Picked.first(priced), extract.graph).in_flight_bytes
 
 
 def test_arrays_of_the_backward_pass_alone_are_not_in_flight():

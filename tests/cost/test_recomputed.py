@@ -5,7 +5,7 @@ import pytest
 
 import aliquot as aq
 from aliquot.cluster import Cluster, LogicalMesh
-from aliquot.cost import known_memory, make_problem, price
+from aliquot.cost import Picked, make_problem, price
 from aliquot.cost._recomputed import recomputation
 from aliquot.graph import Phase, capture
 from aliquot.sharding import layer_step, stage_step
@@ -30,8 +30,7 @@ def test_arrays_computed_again_are_as_small_as_their_nodes_choices_make_them():
             rows = [set(np.flatnonzero(np.asarray(row) >= 0).tolist()) for row in node.choices]
             wanted = set(factors) if split else set()
             picks[k] = next((n for n, row in enumerate(rows) if row == wanted), 0)
-        found = recomputation(priced, picks, graph, known_memory(priced, picks), products)
-        return found.peak_bytes
+        return recomputation(Picked(priced=priced, picks=picks), graph, products).peak_bytes
 
     assert peak_bytes(split=False) > 0
     # All have the examples in one of their dims.

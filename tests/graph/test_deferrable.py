@@ -13,7 +13,7 @@ import pytest
 
 import aliquot as aq
 from aliquot.cluster import LogicalMesh
-from aliquot.cost import make_problem, phase_costs, price
+from aliquot.cost import Picked, make_problem, phase_costs, price
 from aliquot.graph import SHARED, Phase, capture, deferrable_items, items_of, split_scans
 from aliquot.sharding import (
     Layout,
@@ -127,7 +127,7 @@ def test_arrays_kept_for_weight_gradients_are_priced_as_the_runtime_keeps_them(s
     for k, extract in enumerate(step.extracts[1:], 1):
         problem = make_problem(extract.graph, cluster, num_micro_batches=2)
         priced = price(problem, mesh, repeats=2)
-        costs = phase_costs(priced, np.zeros(len(priced.nodes), np.int64), extract.graph)
+        costs = phase_costs(Picked.first(priced), extract.graph)
         halves = {p.part: p for p in programs if p.stage == k}
         late = halves[Part.BACKWARD_WEIGHT]
         read = {v: late.graph.values[v].num_bytes for v in late.imports}

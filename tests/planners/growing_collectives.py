@@ -29,6 +29,6 @@ def sent(graph):
     """Bytes of the collectives of a step, by kind and label."""
     (stage,) = DataParallel().solve(make_problem(graph, CLUSTER)).stages
     found = Counter()
-    for use in collective_uses(stage.priced, stage.picks):
+    for use in collective_uses(stage.picked):
         found[f"{use.kind} of {use.label}"] += use.num_bytes * use.count
     return found

@@ -52,13 +52,9 @@ def num_conversions(priced):
 
 def test_a_ceiling_at_the_optimum_keeps_the_optimum(priced, best):
     within, kept = affordable(priced, everything(priced), best.step_time_s)
-    assert all(mask[pick] for mask, pick in zip(kept, best.picks, strict=True))
-    for edge, table in zip(priced.graph.edges, within.edges, strict=True):
-        p, q = (
-            table.source_index[best.picks[edge.source]],
-            table.target_index[best.picks[edge.target]],
-        )
-        assert np.isfinite(table.seconds[p, q])
+    assert all(mask[pick] for mask, pick in zip(kept, best.picked.picks, strict=True))
+    for table, ends in zip(within.edges, best.picked.ends, strict=True):
+        assert np.isfinite(table.seconds[ends])
 
 
 def test_a_ceiling_leaves_few_conversions(priced, best):

@@ -13,7 +13,7 @@ from planners.small_steps import mlp
 import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import CaptureError, InfeasibleError, InputError
-from aliquot.cost import known_memory, make_problem, timeline
+from aliquot.cost import make_problem
 from aliquot.planners import (
     Auto,
     Interrupted,
@@ -290,8 +290,7 @@ def tight_problem():
     device = replace(cluster.device, calibration=calibration)
     problem = make_problem(aq.capture(*deep(1024, 4096, 4)), replace(cluster, device=device))
     free = WholeProgram().solve(problem)
-    peak_bytes = timeline(known_memory(free.priced, free.picks), free.priced, free.picks).max()
-    return replace(problem, memory_limit_bytes=0.9 * float(peak_bytes)), problem
+    return replace(problem, memory_limit_bytes=0.9 * free.picked.memory.peak_bytes), problem
 
 
 @functools.cache

@@ -57,7 +57,7 @@ def test_every_block_follows_one_option(problem, shape, factors):
     solution = Blocks(factors=factors).solve(problem, space, memory_limit_bytes=np.inf)
     blocks = block_options(problem, space, factors=factors)
     assert len(blocks) == 5 and all(
-        options.option_of(solution.picks) is not None for options in blocks
+        options.option_of(solution.picked.picks) is not None for options in blocks
     )
 
 
@@ -174,7 +174,7 @@ def test_a_block_is_split_apart_only_where_one_decision_costs_more_than_the_tole
     space = Space(name="all", priced=priced, allowed=everything(priced))
     solution = Blocks(tolerance=tolerance).solve(problem, space, memory_limit_bytes=np.inf)
     exact = ILP().solve(problem, space, memory_limit_bytes=np.inf)
-    assert len(blocks_split_apart(problem, priced, solution.picks)) == apart
+    assert len(blocks_split_apart(problem, solution.picked)) == apart
     assert solution.status == status
     assert solution.lower_bound_s <= exact.step_time_s * (1 + 1e-9)
     assert solution.step_time_s <= (1 + tolerance) * exact.step_time_s * (1 + 1e-3)

@@ -11,7 +11,7 @@ from planners.test_pipeshard import plan_of
 import aliquot as aq
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.core import InfeasibleError, InputError
-from aliquot.cost import evaluate, known_memory, make_problem, price, timeline
+from aliquot.cost import evaluate, make_problem, price
 from aliquot.planners import Space, find_alternatives, follow
 from aliquot.planners.intra.fixed import everything
 from aliquot.plans import violations
@@ -35,20 +35,20 @@ def space(problem):
 class TestEveryIntraPlanner:
     def test_costs_are_those_of_the_judge(self, intra, problem, space):
         solution = intra.solve(problem, space, memory_limit_bytes=np.inf)
-        assert solution.step_time_s == evaluate(space.priced, solution.picks).total_s
-        use = timeline(known_memory(space.priced, solution.picks), space.priced, solution.picks)
-        assert solution.peak_bytes == pytest.approx(use.max())
+        assert solution.picked.priced is space.priced
+        assert solution.step_time_s == evaluate(solution.picked).total_s
+        assert solution.peak_bytes == pytest.approx(solution.picked.memory.peak_bytes)
         assert 0 <= solution.lower_bound_s <= solution.step_time_s * (1 + 1e-9)
 
     def test_picks_are_allowed_choices(self, intra, problem, space):
         free = intra.solve(problem, space, memory_limit_bytes=np.inf)
-        for node in range(len(free.picks)):
+        for node in range(len(space.allowed)):
             allowed = [mask.copy() for mask in space.allowed]
-            allowed[node][free.picks[node]] = False
+            allowed[node][free.picked.picks[node]] = False
             rest = Space(name="rest", priced=space.priced, allowed=allowed)
             solution = intra.solve(problem, rest, memory_limit_bytes=np.inf)
             assert solution is None or all(
-                mask[p] for mask, p in zip(allowed, solution.picks, strict=True)
+                mask[p] for mask, p in zip(allowed, solution.picked.picks, strict=True)
             )
 
     def test_memory_limit_and_ceiling_are_respected(self, intra, problem, space):
@@ -68,13 +68,13 @@ class TestEveryIntraPlanner:
         search.start()
         bound = search.bound()
         assert bound is not None and bound <= whole.step_time_s * (1 + 1e-9)
-        assert search.picks is not None and not search.gave_up
+        assert search.picked is not None and not search.gave_up
         assert search.improve().step_time_s == pytest.approx(whole.step_time_s, rel=1e-2)
 
     def test_a_search_without_solution_returns_picks_of_little_memory(self, intra, problem, space):
         search = intra.begin(problem, space, memory_limit_bytes=1000.0)
         assert search.bound() is None
-        assert evaluate(space.priced, search.least_memory()).total_s < np.inf
+        assert evaluate(search.least_memory()).total_s < np.inf
 
     def test_no_profiles_are_required_beyond_the_cluster(self, intra, problem):
         assert intra.required_profiles(problem) == ()

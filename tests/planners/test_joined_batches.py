@@ -19,7 +19,7 @@ def replicated(name, method, cluster):
     """Share of the computing that every device does alike; the update of whole state apart."""
     problem = make_problem(capture(*real_size(name)), Cluster.preset(cluster))
     (stage,) = method.solve(problem).stages
-    work = work_alike(stage.priced, stage.picks)
+    work = work_alike(stage.picked)
     return sum(s for why, s in work.alike_s.items() if why != UPDATE) / work.total_s
 
 

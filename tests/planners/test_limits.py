@@ -11,7 +11,7 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.core import InfeasibleError
-from aliquot.cost import make_problem, price, timeline
+from aliquot.cost import make_problem, price
 from aliquot.planners._race import Entry, Race
 from aliquot.planners.intra import ILP, Space
 from aliquot.planners.intra.fixed import everything
@@ -41,10 +41,7 @@ def tight_bytes(priced):
     """Limits on memory under which relaxations mix choices."""
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
-    most, least = (
-        float(timeline(free.model_of(picks), priced, picks).max())
-        for picks in (free.picks, free.least_memory())
-    )
+    most, least = (picked.memory.peak_bytes for picked in (free.picked, free.least_memory()))
     return list(np.linspace(least, most, 7)[1:-1])
 
 

@@ -229,10 +229,11 @@ def test_a_wrong_pattern_of_layers_is_refused_though_one_program_has_none():
 def decision_of(step_time_s, count=1, method="program"):
     """A plan of one program that knows its step time and micro-batches alone."""
     priced = types.SimpleNamespace(mesh=types.SimpleNamespace(shape=(1,)))
+    picked = types.SimpleNamespace(priced=priced)
     return Decision(
         method=method,
         planner="",
-        stages=(StageDecision(problem=problem_with(count), priced=priced, picks=None),),
+        stages=(StageDecision(problem=problem_with(count), picked=picked),),
         step_time_s=step_time_s,
         lower_bound_s=None,
         bound_holds_for="",

@@ -185,7 +185,7 @@ def test_stages_between_operators_are_faster_where_layers_balance_badly(inter):
     splits = [
         {
             choice
-            for node, choice in zip(stage.problem.nodes.nodes, stage.choices, strict=True)
+            for node, choice in zip(stage.problem.nodes.nodes, stage.picked.choices, strict=True)
             if node.kind == "product" and node.phase is Phase.FORWARD
         }
         for stage in over_operators.stages

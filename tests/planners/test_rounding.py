@@ -8,7 +8,7 @@ import pytest
 import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
-from aliquot.cost import make_problem, price, timeline
+from aliquot.cost import make_problem, price
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
 
@@ -23,16 +23,12 @@ def priced():
     return price(make_problem(graph, _CLUSTER), LogicalMesh(shape=(8,), cluster=_CLUSTER))
 
 
-def peak(search, picks):
-    return float(timeline(search.model_of(picks), search.priced, picks).max())
-
-
 def test_rounding_to_least_memory_fits_when_majority_does_not(priced):
     allowed = everything(priced)
     free = Search(priced, allowed, limit_bytes=_UNLIMITED)
     free.bound()
-    most = peak(free, free.picks)
-    least = peak(free, free.least_memory())
+    most = free.picked.memory.peak_bytes
+    least = free.least_memory().memory.peak_bytes
     missed = fitted = 0
     for limit in np.linspace(least, most, 8)[1:-1]:
         search = Search(priced, allowed, limit_bytes=limit)
@@ -41,7 +37,7 @@ def test_rounding_to_least_memory_fits_when_majority_does_not(priced):
         if found is not None:
             assert found.peak_bytes <= limit * (1 + 1e-9)
             assert bound * (1 - 1e-9) <= found.step_time_s <= 1.05 * bound
-        if peak(search, search.picks) > limit:
+        if search.picked.memory.peak_bytes > limit:
             missed += 1
             fitted += found is not None
     assert missed >= 3

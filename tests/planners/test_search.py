@@ -24,10 +24,11 @@ def plan_of(step_time_s, status="optimal"):
     """A plan of one program that knows its step time alone."""
     problem = types.SimpleNamespace(num_micro_batches=1)
     priced = types.SimpleNamespace(mesh=types.SimpleNamespace(shape=(8,)))
+    picked = types.SimpleNamespace(priced=priced)
     return Decision(
         method="program",
         planner="",
-        stages=(StageDecision(problem=problem, priced=priced, picks=None),),
+        stages=(StageDecision(problem=problem, picked=picked),),
         step_time_s=step_time_s,
         lower_bound_s=step_time_s / 2,
         bound_holds_for="gap_within_folded_space",

@@ -8,7 +8,7 @@ import pytest
 import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
-from aliquot.cost import evaluate, make_problem, price, timeline
+from aliquot.cost import evaluate, make_problem, price
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
 from aliquot.planners.intra.ilp._highs import Relaxation, solve_integers
@@ -31,10 +31,7 @@ def limits(priced):
     """Limits on memory between the least that choices need and what the fastest take."""
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
-    most, least = (
-        float(timeline(free.model_of(picks), priced, picks).max())
-        for picks in (free.picks, free.least_memory())
-    )
+    most, least = (picked.memory.peak_bytes for picked in (free.picked, free.least_memory()))
     return [float(limit) for limit in np.linspace(least, most, 6)[1:-1]]
 
 
@@ -97,13 +94,13 @@ def test_branching_finds_what_it_finds_with_all_shared_conversions(priced, limit
 def test_a_program_with_all_shared_conversions_prices_choices_as_the_judge_does(priced):
     search = Search(priced, everything(priced), limit_bytes=1e15)
     search.bound()
-    for picks in (search.picks, search.least_memory()):
+    for picked in (search.picked, search.least_memory()):
         masks = [np.zeros_like(mask) for mask in everything(priced)]
-        for mask, pick in zip(masks, picks, strict=True):
+        for mask, pick in zip(masks, picked.picks, strict=True):
             mask[pick] = True
         program, _ = build_program(priced, masks)
         assert Relaxation(program).solve().bound_s == pytest.approx(
-            evaluate(priced, picks).total_s, rel=1e-6
+            evaluate(picked).total_s, rel=1e-6
         )
 
 

@@ -6,7 +6,7 @@ import pytest
 import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
-from aliquot.cost import make_problem, price, timeline
+from aliquot.cost import make_problem, price, takes_turns
 from aliquot.planners import ILP
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
@@ -29,10 +29,7 @@ def between(priced, count):
     """Limits on memory between the least that choices need and what the fastest take."""
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
-    most, least = (
-        float(timeline(free.model_of(picks), priced, picks).max())
-        for picks in (free.picks, free.least_memory())
-    )
+    most, least = (picked.memory.peak_bytes for picked in (free.picked, free.least_memory()))
     return [float(limit) for limit in np.linspace(least, most, count + 2)[1:-1]]
 
 
@@ -55,12 +52,11 @@ def test_a_tight_search_takes_few_relaxations_and_integer_programs(graph):
 def test_too_little_memory_is_proved_without_seconds(graph):
     priced = priced_on(graph, (8,))
     free = Search(priced, everything(priced), limit_bytes=1e15)
-    picks = free.least_memory()
-    use = timeline(free.model_of(picks), priced, picks)
-    moment, peak = int(np.argmax(use)), float(use.max())
+    picked = free.least_memory()
+    moment, peak = picked.memory.peak_moment, picked.memory.peak_bytes
     for share, expected in ((0.5, True), (1.01, False)):
         least = LeastPeak(priced, everything(priced), share * peak)
-        least.add(free.model_of(picks), moment)
+        least.add(free.model_in_turn(takes_turns(picked)), moment)
         assert least.exceeds_limit() is expected
     search = Search(priced, everything(priced), limit_bytes=0.5 * peak)
     assert search.bound() is None and not search.gave_up

@@ -11,13 +11,12 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import (
+    Picked,
     evaluate,
-    known_memory,
     make_problem,
     may_take_turns,
     memory_model,
     price,
-    timeline,
 )
 from aliquot.planners import ILP
 from aliquot.planners.intra.fixed import everything
@@ -47,10 +46,6 @@ def on_mesh(problem, *shape):
     )
 
 
-def peak(model, priced, picks) -> float:
-    return float(timeline(model, priced, picks).max())
-
-
 def test_running_weight_gradients_at_once_fits_where_deferring_does_not(problem):
     """The limit lies between what these choices need and what they would need if all products
     waited that may.
@@ -60,18 +55,20 @@ def test_running_weight_gradients_at_once_fits_where_deferring_does_not(problem)
     tried = 0
     for _ in range(40):
         picks = np.array([rng.integers(len(n.choices)) for n in priced.nodes])
-        known = peak(known_memory(priced, picks), priced, picks)
-        if not np.isfinite(evaluate(priced, picks).total_s):
+        picked = Picked(priced=priced, picks=picks)
+        known = picked.memory.peak_bytes
+        if not np.isfinite(evaluate(picked).total_s):
             continue
-        waiting = peak(memory_model(priced, in_turn=False), priced, picks)
+        waiting = memory_model(priced, in_turn=False).under(picked).peak_bytes
         if known * 1.05 > waiting:
             continue
         tried += 1
         allowed = [np.arange(len(n.choices)) == pick for n, pick in zip(priced.nodes, picks)]
         search = Search(priced, allowed, limit_bytes=(known + waiting) / 2)
-        assert search.bound() == pytest.approx(evaluate(priced, picks).total_s)
+        assert search.bound() == pytest.approx(evaluate(picked).total_s)
         found = search.improve()
-        assert found is not None and (found.picks == picks).all() and found.peak_bytes == known
+        assert found is not None and found.peak_bytes == known
+        assert (found.picked.picks == picks).all()
     assert tried
 
 
@@ -84,20 +81,14 @@ def test_if_the_best_choices_fit_only_at_once_all_products_are_deferred(problem)
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     best = free.improve()
-    once = peak(memory_model(priced, in_turn=True), priced, best.picks)
+    once = memory_model(priced, in_turn=True).under(best.picked).peak_bytes
     limit_bytes = once + 0.3 * (best.peak_bytes - once)
     planner = ILP(relative_gap=1e-4, node_limit=20)
     search = Search(priced, everything(priced), limit_bytes=limit_bytes, planner=planner)
     bound = search.bound()
     found = search.improve()
-    assert (
-        peak(known_memory(priced, found.picks), priced, found.picks)
-        == found.peak_bytes
-        <= limit_bytes
-    )
-    assert (
-        bound <= search.lower_bound_s < found.step_time_s == evaluate(priced, found.picks).total_s
-    )
+    assert found.picked.memory.peak_bytes == found.peak_bytes <= limit_bytes
+    assert bound <= search.lower_bound_s < found.step_time_s == evaluate(found.picked).total_s
     assert found.status == "optimal if every deferrable product is deferred"
 
 
@@ -105,9 +96,9 @@ def test_without_overlap_choices_do_not_change_what_is_deferred(problem):
     tpus = Cluster.preset("v5e-4")
     priced = price(problem, LogicalMesh(shape=(4,), axis_names=("x",), cluster=tpus))
     assert may_take_turns(on_mesh(problem, 4)) and not may_take_turns(priced)
-    first = np.zeros(len(priced.nodes), np.int64)
+    first = Picked.first(priced)
     either = [
-        timeline(memory_model(priced, in_turn=in_turn), priced, first) for in_turn in (True, False)
+        memory_model(priced, in_turn=in_turn).under(first).over_time() for in_turn in (True, False)
     ]
     assert (either[0] == either[1]).all()
 

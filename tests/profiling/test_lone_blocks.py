@@ -13,7 +13,7 @@ import pytest
 
 from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh, target_for
-from aliquot.cost import make_problem, picked_choices, price
+from aliquot.cost import make_problem, price
 from aliquot.graph import Graph, Item, Phase, capture, extract_items, items_of
 from aliquot.planners import ILP, Space
 from aliquot.profiling import compile_part
@@ -127,9 +127,7 @@ def compiled_collectives(
     space = Space(name="lone block", priced=priced, allowed=allowed)
     solution = ILP().solve(problem, space, memory_limit_bytes=math.inf)
     assert solution is not None
-    compiled = compile_part(
-        problem, picked_choices(priced, solution.picks), (NUM_DEVICES,), ("x",)
-    ).compiled
+    compiled = compile_part(problem, solution.picked.choices, (NUM_DEVICES,), ("x",)).compiled
     return {c.kind for c in compiled_stats(compiled, ("x",), (NUM_DEVICES,)).collectives}
 
 

@@ -128,10 +128,7 @@ def test_products_run_on_pieces_where_the_compiler_has_no_reduce_scatter():
     )
     problem = make_problem(capture(step, weight, weight, batch), Cluster.preset("8xcpu"))
     decision = Zero2Parallel().solve(problem)
-    choices = [
-        tuple(int(f) for f in t.choices[k])
-        for t, k in zip(decision.priced.nodes, decision.picks.tolist())
-    ]
+    choices = decision.picked.choices
     for kind, waiting, expected in (
         ("cpu", (), [True]),
         ("tpu", (), []),
@@ -171,10 +168,7 @@ def test_terms_of_a_sum_run_on_pieces_where_it_is_scattered_in_part(split, expec
         "last": split,
     }
     decision = ManualParallel(specs=specs, mesh_shape=(4, 2)).solve(problem)
-    choices = [
-        tuple(int(f) for f in t.choices[k])
-        for t, k in zip(decision.priced.nodes, decision.picks.tolist())
-    ]
+    choices = decision.picked.choices
     pins = make_pins(problem.graph, problem.nodes, choices, (4, 2), TARGETS["tpu"])
     assert sum(pin.on_pieces for op in problem.graph.ops if (pin := pins.of(op))) == expected
 
@@ -194,10 +188,7 @@ def test_an_array_is_pinned_where_a_product_reads_it_split_otherwise():
     multiply = next(op for op in graph.ops if op.name == "mul")
     product = next(op for op in graph.ops if op.name == "dot_general")
     nodes = {node.label: node.index for node in problem.nodes.nodes}
-    choices = [
-        tuple(int(f) for f in t.choices[k])
-        for t, k in zip(decision.priced.nodes, decision.picks.tolist())
-    ]
+    choices = decision.picked.choices
     batch_node = problem.nodes.input_ports[1].node
     for batch_factor, pinned in ((0, True), (-1, True)):
         choices[batch_node] = (batch_factor,)
@@ -221,10 +212,7 @@ def test_operands_of_remat_regions_are_pinned():
     graph = capture(step, shape, shape)
     problem = make_problem(graph, Cluster.preset("8xcpu"))
     decision = ShardParallel(mesh_shape=(8,)).solve(problem)
-    choices = [
-        tuple(int(f) for f in t.choices[k])
-        for t, k in zip(decision.priced.nodes, decision.picks.tolist())
-    ]
+    choices = decision.picked.choices
     pins = make_pins(graph, problem.nodes, choices, (8,), TARGETS["tpu"])
     (region,) = [item for item in graph.body.items if not isinstance(item, int)]
     taken = {i for i in region.blocks[0].inputs if isinstance(i, int)}
@@ -243,10 +231,7 @@ def test_weights_are_pinned_where_a_loop_keeps_them_split_otherwise():
     graph = capture(work.train_step, work.state, work.batch)
     problem = make_problem(graph, Cluster.preset("8xH100"))
     decision = Zero2Parallel().solve(problem)
-    choices = [
-        tuple(int(f) for f in t.choices[k])
-        for t, k in zip(decision.priced.nodes, decision.picks.tolist())
-    ]
+    choices = decision.picked.choices
     stacks = {op.inputs[0]: op.outputs[0] for op in graph.ops if op.name == "scan_stack"}
     casts = [
         op

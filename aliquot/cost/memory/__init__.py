@@ -11,16 +11,11 @@ from ._host import copy_spans as copy_spans
 from ._host import is_on_host as is_on_host
 from ._model import Conversion as Conversion
 from ._model import MemoryModel as MemoryModel
+from ._model import MemoryUse as MemoryUse
 from ._model import alive_over_time as alive_over_time
-from ._model import category_of as category_of
-from ._model import converted as converted
-from ._model import keeping_casts as keeping_casts
-from ._model import known_memory as known_memory
 from ._model import least_timeline as least_timeline
 from ._model import memory_model as memory_model
-from ._model import over_time as over_time
 from ._model import residents_model as residents_model
-from ._model import timeline as timeline
 from ._residents import CATEGORY_OF_ROLE as CATEGORY_OF_ROLE
 from ._residents import Resident as Resident
 from ._residents import residents as residents

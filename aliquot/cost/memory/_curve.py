@@ -9,17 +9,18 @@ import numpy as np
 from ...graph import Graph, Phase
 from ...plans import MemoryCurve
 from ...sharding import dim_rule
-from ._model import Conversion, MemoryModel, alive_over_time, category_of, converted
+from ._model import Conversion, MemoryUse, alive_over_time
 from ._residents import Resident
 
 if TYPE_CHECKING:
-    from .._priced import Floats, Ints, Priced
+    from .._picked import Picked
+    from .._priced import Floats
 
 _MOST_MOMENTS = 96
 
 
 def memory_over_time(
-    model: MemoryModel, priced: Priced, picks: Ints, graph: Graph, step_time_s: float
+    memory: MemoryUse, picked: Picked, graph: Graph, step_time_s: float
 ) -> MemoryCurve | None:
     """Bytes on each device by part, at about a hundred moments of the step; None for a step without
     operators.
@@ -34,19 +35,15 @@ def memory_over_time(
     if not num_ops:
         return None
     categories: dict[str, list[tuple[Resident | Conversion, float]]] = {}
-    for resident, local in zip(model.residents, model.local_bytes, strict=True):
-        num_bytes = float(local[picks[resident.node]] if resident.node >= 0 else local[0])
-        categories.setdefault(resident.category, []).append((resident, num_bytes))
-    for conversion, num_bytes in converted(model, priced, picks):
-        name = category_of(conversion, priced)
-        categories.setdefault(name, []).append((conversion, num_bytes))
-    use = {name: alive_over_time(parts, model.num_times) for name, parts in categories.items()}
+    for array, num_bytes in memory.arrays:
+        categories.setdefault(array.category, []).append((array, num_bytes))
+    use = {name: alive_over_time(parts, memory.num_times) for name, parts in categories.items()}
     # Stretches of equal time. Bounds that coincide, where operators take longer, are merged.
     total = np.sum(list(use.values()), axis=0)
-    starts_s = _starts_s(priced, picks, graph, step_time_s)
+    starts_s = _starts_s(picked, graph, step_time_s)
     evenly_s = np.linspace(0, step_time_s, _MOST_MOMENTS + 1)[1:-1]
     inner = np.searchsorted(starts_s, evenly_s)
-    bounds = np.unique(np.concatenate([[0], inner, [model.num_times]]))
+    bounds = np.unique(np.concatenate([[0], inner, [memory.num_times]]))
     moments = [
         first + int(np.argmax(total[first:last]))
         for first, last in zip(bounds[:-1], bounds[1:], strict=True)
@@ -67,13 +64,13 @@ def memory_over_time(
     )
 
 
-def _starts_s(priced: Priced, picks: Ints, graph: Graph, step_time_s: float) -> Floats:
+def _starts_s(picked: Picked, graph: Graph, step_time_s: float) -> Floats:
     """When each operator begins: the step's time, spread over its operators as compute is.
 
     The seconds of the products of a phase are shared by their arithmetic, those of all else by the
     bytes that it writes; collectives that are not hidden are spread over all.
     """
-    weights = np.zeros(len(graph.ops))
+    weights, priced = np.zeros(len(graph.ops)), picked.priced
     kinds = np.zeros(len(graph.ops), dtype=np.int64)
     flops: dict[int, float] = {}
     for op, op_class in zip(graph.ops, priced.graph.op_class, strict=True):
@@ -84,9 +81,9 @@ def _starts_s(priced: Priced, picks: Ints, graph: Graph, step_time_s: float) -> 
         weights[op.index] = (flops[op_class] or float(written)) * op.trips
         kinds[op.index] = 2 * op.phase + bool(flops[op_class])
     seconds = np.zeros(2 * len(Phase))
-    for node, priced_node, pick in zip(priced.graph.nodes, priced.nodes, picks, strict=True):
+    for node, (table, pick) in zip(priced.graph.nodes, picked.rows(), strict=True):
         for phase in Phase:
-            seconds[2 * phase + node.multiplies] += priced_node.compute[phase, pick]
+            seconds[2 * phase + node.multiplies] += table.compute[phase, pick]
     for kind, kind_s in enumerate(seconds):
         of_kind = weights[kinds == kind]
         weights[kinds == kind] = of_kind * kind_s / of_kind.sum() if of_kind.sum() else 0.0

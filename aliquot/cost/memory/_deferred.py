@@ -44,6 +44,7 @@ from ._pace import LAYERS_MOVED, compute_per_gather
 
 if TYPE_CHECKING:
     from ...cluster import Target
+    from .._picked import Picked
     from .._priced import Floats, Ints, Priced
     from ._residents import Resident
 
@@ -354,10 +355,11 @@ def may_take_turns(priced: Priced) -> bool:
     return beside and priced.repeats == 1 and any(e.count > 1 for e in priced.graph.edges)
 
 
-def takes_turns(priced: Priced, picks: Ints) -> bool:
+def takes_turns(picked: Picked) -> bool:
     """True if collectives inside backward layers take turns with all-reduces of these layers'
     gradients, under choices.
     """
+    priced = picked.priced
     if not may_take_turns(priced):
         return False
     inside = reduced = False
@@ -366,7 +368,7 @@ def takes_turns(priced: Priced, picks: Ints) -> bool:
         if edge.count <= 1 or (edge.gradient and (edge.kind != "result" or edge.rank < 2)):
             continue
         p = priced.edges[edge.index]
-        at = p.source_index[picks[edge.source]], p.target_index[picks[edge.target]]
+        at = picked.ends[edge.index]
         if edge.gradient:
             gradient_sum = _GradientSum(priced, edge)
             reduced |= bool((gradient_sum.over_whole_mesh & gradient_sum.reduced)[at])

@@ -8,30 +8,34 @@ product reads. A converted copy lives from the first to the last product that re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...graph import Memory, Phase
 from ...sharding import Edge, NodeGraph, NodeId, Spec, num_shards
 from .._choices import shards
 from .._collectives import pieces
-from ._deferred import deferred_arrays, takes_turns
+from ._deferred import deferred_arrays
 from ._pace import compute_per_gather
 from ._residents import Resident
 
 if TYPE_CHECKING:
     from .._mesh_use import MeshUse
+    from .._picked import Picked
     from .._priced import Floats, Ints, Priced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conversion:
     """An array held in a second split because of an edge; `local_bytes` has for each edge a table
-    of bytes on a device, `(sources, targets)`. `category` is empty where the edges tell it.
+    of bytes on a device, `(sources, targets)`. `category` is what readers call these arrays:
+    gradients that wait for their sum over devices, as large as that needs them, activations that
+    wait for products of such gradients, or copies.
     """
 
     share: int
@@ -39,7 +43,7 @@ class Conversion:
     local_bytes: tuple[Floats, ...]
     births: Ints
     deaths: Ints
-    category: str = ""
+    category: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,6 +56,79 @@ class MemoryModel:
     residents: tuple[Resident, ...]
     local_bytes: tuple[Floats, ...]
     conversions: tuple[Conversion, ...]
+
+    def under(self, picked: Picked) -> MemoryUse:
+        """What a device holds under a choice for every node."""
+        picks, edges, conversions = picked.picks, picked.priced.edges, []
+        for conversion in self.conversions:
+            distinct = {}
+            for i, table in zip(conversion.edges, conversion.local_bytes, strict=True):
+                s, t = picked.ends[i]
+                # Equal conversions of several edges are one array.
+                distinct[edges[i].sources[s], edges[i].targets[t]] = float(table[s, t])
+            total = sum(distinct.values())
+            if total:
+                conversions.append((conversion, total))
+        residents = [
+            (r, float(local[picks[r.node]] if r.node >= 0 else local[0]))
+            for r, local in zip(self.residents, self.local_bytes, strict=True)
+        ]
+        return MemoryUse(
+            num_times=self.num_times, residents=tuple(residents), conversions=tuple(conversions)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MemoryUse:
+    """What a device holds during a step under a choice for every node.
+
+    Attributes:
+        num_times: moments of the step: its operators, and its end.
+        residents, conversions: all that is held, each with its bytes on a device.
+    """
+
+    num_times: int
+    residents: tuple[tuple[Resident, float], ...]
+    conversions: tuple[tuple[Conversion, float], ...]
+
+    @property
+    def arrays(self) -> tuple[tuple[Resident | Conversion, float], ...]:
+        """Residents, then conversions."""
+        return (*self.residents, *self.conversions)
+
+    def over_time(self) -> Floats:
+        """Bytes on each device while each operator runs."""
+        return alive_over_time(self.arrays, self.num_times)
+
+    @cached_property
+    def _peak(self) -> tuple[float, int]:
+        # Of thousands of moments the record keeps this one.
+        use = self.over_time()
+        return float(use.max()), int(np.argmax(use))
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most bytes that a device needs at once."""
+        return self._peak[0]
+
+    @property
+    def peak_moment(self) -> int:
+        """The operator during which it needs them."""
+        return self._peak[1]
+
+    @cached_property
+    def peak_parts(self) -> dict[str, float]:
+        """Bytes by category at that moment, largest first."""
+        moment, parts = self.peak_moment, defaultdict[str, float](float)
+        for array, num_bytes in self.arrays:
+            alive = int(np.count_nonzero((array.births <= moment) & (array.deaths >= moment)))
+            parts[array.category] += alive * num_bytes
+        return {k: v for k, v in sorted(parts.items(), key=lambda kv: -kv[1]) if v}
+
+    @cached_property
+    def keeping_casts(self) -> MemoryUse:
+        """The same if casts of parameters are made once and kept for the whole step."""
+        return replace(self, residents=tuple([(_kept(r), size) for r, size in self.residents]))
 
 
 def memory_model(priced: Priced, *, in_turn: bool, memory: Memory = Memory.DEVICE) -> MemoryModel:
@@ -115,16 +192,15 @@ def residents_model(
                 parts[key] = shards(choices[r.node], split_by, sizes)
             num_bytes = r.num_bytes / parts[key]
         for part in _summed(r, graph) if gradient else (r,):
-            kept.append(part)
+            kept.append(_kept(part) if use.gathers_once else part)
             local.append(num_bytes)
-    model = MemoryModel(
+    return MemoryModel(
         # One moment more than operators: the end, when results are held.
         num_times=graph.num_ops + 1,
         residents=tuple(kept),
         local_bytes=tuple(local),
         conversions=tuple(conversions),
     )
-    return keeping_casts(model) if use.gathers_once else model
 
 
 def least_timeline(model: MemoryModel, allowed: Sequence[Ints]) -> Floats:
@@ -134,16 +210,11 @@ def least_timeline(model: MemoryModel, allowed: Sequence[Ints]) -> Floats:
     Args:
         allowed: for each node, the numbers of its allowed choices, at least one.
     """
-
-    def least(r: Resident, local: Floats) -> float:
-        return float(local[0] if r.node < 0 else local[allowed[r.node]].min())
-
-    return over_time(model, least)
-
-
-def known_memory(priced: Priced, picks: Ints) -> MemoryModel:
-    """Memory model of a step under known choices."""
-    return memory_model(priced, in_turn=takes_turns(priced, picks))
+    parts = [
+        (r, float(local[allowed[r.node]].min() if r.node >= 0 else local[0]))
+        for r, local in zip(model.residents, model.local_bytes, strict=True)
+    ]
+    return alive_over_time(parts, model.num_times)
 
 
 def _summed(r: Resident, graph: NodeGraph) -> Iterator[Resident]:
@@ -201,6 +272,7 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
                     local_bytes=tuple(tables),
                     births=births,
                     deaths=deaths,
+                    category=_category(edges),
                 )
             )
     if priced.target.delays_gradients:
@@ -243,6 +315,7 @@ def _transposed(priced: Priced, parameters: Mapping[NodeId, int]) -> Iterator[Co
                 local_bytes=(np.where(inner, local[:, None], 0.0),),
                 births=np.zeros_like(edge.starts),
                 deaths=np.full_like(edge.ends, priced.graph.num_ops),
+                category=_category([edge]),
             )
 
 
@@ -275,7 +348,12 @@ def _gathered_anew(priced: Priced) -> Iterator[Conversion]:
                 local_bytes=(np.where(inner & p.moves, local[None, :], 0.0),),
                 births=moments,
                 deaths=moments,
+                category=_category([edge]),
             )
+
+
+def _category(edges: Sequence[Edge]) -> str:
+    return "unreduced gradients" if all(e.gradient for e in edges) else "resharded copies"
 
 
 def _gathers_inner(source: Spec, target: Spec) -> bool:
@@ -306,49 +384,19 @@ def _waits_for_nothing(edge: Edge, priced: Priced) -> bool:
     return edge.parameter and edge.phase is Phase.FORWARD and edge.count == len(edge.starts)
 
 
-def keeping_casts(model: MemoryModel) -> MemoryModel:
-    """Memory if casts of parameters are made before the first micro-batch and kept until the
-    update: equal ones are one array.
+def _kept(resident: Resident) -> Resident:
+    """A cast of a parameter, made before the first micro-batch and kept until the update: equal
+    ones are one array. Other arrays as they are.
     """
-
-    def kept(resident: Resident) -> Resident:
-        copies = len(resident.births) if resident.cast else 0
-        return replace(
-            resident,
-            category="casts of parameters",
-            births=np.zeros(copies, np.int64),
-            deaths=np.full(copies, resident.read_until, np.int64),
-        )
-
-    residents = tuple(r if r.cast is None else kept(r) for r in model.residents)
-    return replace(model, residents=residents)
-
-
-def timeline(model: MemoryModel, priced: Priced, picks: NDArray[np.int64]) -> Floats:
-    """Bytes on each device while each operator runs. `picks[n]` is the choice of node `n`."""
-    return over_time(
-        model,
-        lambda r, local: local[picks[r.node]] if r.node >= 0 else local[0],
-        converted(model, priced, picks),
+    if resident.cast is None:
+        return resident
+    copies = len(resident.births) if resident.cast else 0
+    return replace(
+        resident,
+        category="casts of parameters",
+        births=np.zeros(copies, np.int64),
+        deaths=np.full(copies, resident.read_until, np.int64),
     )
-
-
-def over_time(
-    model: MemoryModel,
-    taken: Callable[[Resident, Floats], float],
-    conversions: Iterable[tuple[Conversion, float]] = (),
-) -> Floats:
-    """Bytes on each device while each operator runs.
-
-    Args:
-        taken: maps a resident and its bytes under each choice of its node to the bytes to count.
-        conversions: those that are held, each with its bytes.
-    """
-    parts = [
-        (r, float(taken(r, local)))
-        for r, local in zip(model.residents, model.local_bytes, strict=True)
-    ]
-    return alive_over_time([*parts, *conversions], model.num_times)
 
 
 def alive_over_time(parts: Sequence[tuple[Resident | Conversion, float]], num_times: int) -> Floats:
@@ -363,31 +411,3 @@ def alive_over_time(parts: Sequence[tuple[Resident | Conversion, float]], num_ti
         num_times + 1,
     ).astype(np.float64, copy=False)
     return np.cumsum(change)[:-1]
-
-
-def category_of(conversion: Conversion, priced: Priced) -> str:
-    """What readers call the arrays of a conversion: gradients that wait for their sum over devices,
-    as large as that needs them, activations that wait for products of such gradients, or copies.
-    """
-    if conversion.category:
-        return conversion.category
-    gradients = all(priced.graph.edges[i].gradient for i in conversion.edges)
-    return "unreduced gradients" if gradients else "resharded copies"
-
-
-def converted(
-    model: MemoryModel, priced: Priced, picks: NDArray[np.int64]
-) -> list[tuple[Conversion, float]]:
-    """The conversions that choices cause, each with its bytes on a device."""
-    conversions = []
-    for conversion in model.conversions:
-        distinct = {}
-        for i, table in zip(conversion.edges, conversion.local_bytes, strict=True):
-            edge, p = priced.graph.edges[i], priced.edges[i]
-            s, t = p.source_index[picks[edge.source]], p.target_index[picks[edge.target]]
-            # Equal conversions of several edges are one array.
-            distinct[p.sources[s], p.targets[t]] = float(table[s, t])
-        total = sum(distinct.values())
-        if total:
-            conversions.append((conversion, total))
-    return conversions

@@ -334,13 +334,12 @@ def _solve(
     recompute = "operators" if repeat else "none"
     decision = StageDecision(
         problem=problem,
-        priced=priced,
-        picks=solution.picks,
+        picked=solution.picked,
         recompute=recompute,
         repeat=repeat,
         folded=folded,
     )
-    return decision, price_stage(priced, solution.picks, problem.graph, recompute, repeat)
+    return decision, price_stage(solution.picked, problem.graph, recompute, repeat)
 
 
 def _require_memory(prediction: PipelinePrediction, task: Task) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cluster import AXIS_NAMES, LogicalMesh
-from ...cost import Priced, Problem, casts_fit, evaluate, known_memory, timeline
+from ...cost import Picked, Priced, Problem, evaluate
 
 Ints = NDArray[np.int64]
 Masks: TypeAlias = Sequence[NDArray[np.bool_]]
@@ -96,26 +96,26 @@ class IntraSolution:
     """Chosen splits with a lower bound.
 
     Attributes:
-        picks: for each node, the chosen row of its table of choices.
-        costs: of these picks.
-        lower_bound_s: a lower bound on the step time of all picks of the space that fit in memory;
-            0 if nothing is proved.
+        picked: the choices that were made.
+        costs: of these choices.
+        lower_bound_s: a lower bound on the step time of all choices of the space that fit in
+            memory; 0 if nothing is proved.
         status: how the search ended, such as "optimal", "optimal within the gap" or "rounded".
     """
 
-    picks: Ints
+    picked: Picked
     costs: IntraCosts
     lower_bound_s: float
     status: str
 
     @property
     def step_time_s(self) -> float:
-        """Step time of the picks, in seconds."""
+        """Step time under the choices, in seconds."""
         return self.costs.step_time_s
 
     @property
     def peak_bytes(self) -> float:
-        """Peak memory of a device under the picks, in bytes."""
+        """Peak memory of a device under the choices, in bytes."""
         return self.costs.peak_bytes
 
 
@@ -132,7 +132,7 @@ class AbstractSearch(abc.ABC):
 
     @abc.abstractmethod
     def start(self) -> float | None:
-        """A first lower bound in seconds; None if no picks are possible. May be called in another
+        """A first lower bound in seconds; None if no choices are possible. May be called in another
         thread.
         """
 
@@ -144,8 +144,8 @@ class AbstractSearch(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def picks(self) -> Ints | None:
-        """The best picks after `bound`, within the memory limit or not; None if there are none."""
+    def picked(self) -> Picked | None:
+        """The best choices after `bound`, whether they fit in memory or not; None without any."""
 
     @abc.abstractmethod
     def incumbent(self) -> IntraSolution | None:
@@ -158,8 +158,8 @@ class AbstractSearch(abc.ABC):
         """
 
     @abc.abstractmethod
-    def least_memory(self) -> Ints:
-        """Picks that need little memory, for messages on how much memory a step lacks."""
+    def least_memory(self) -> Picked:
+        """Choices that need little memory, for messages on how much memory a step lacks."""
 
 
 class AbstractIntra(abc.ABC):
@@ -190,7 +190,7 @@ class AbstractIntra(abc.ABC):
         memory_limit_bytes: float,
         ceiling_s: float = np.inf,
     ) -> IntraSolution | None:
-        """The best picks of a space; None if nothing fits, or nothing takes less than `ceiling_s`.
+        """The best solution of a space; None if nothing fits, or takes less than `ceiling_s`.
 
         Args:
             problem: the step, with what prices do not say: roles of arrays, number of
@@ -384,9 +384,9 @@ class SolvedAtOnce(AbstractSearch):
         return self.lower_bound_s
 
     @property
-    def picks(self) -> Ints | None:
-        """The picks of the solution."""
-        return self._solution.picks if self._solution else None
+    def picked(self) -> Picked | None:
+        """The choices of the solution."""
+        return self._solution.picked if self._solution else None
 
     def incumbent(self) -> IntraSolution | None:
         """The solution."""
@@ -396,16 +396,15 @@ class SolvedAtOnce(AbstractSearch):
         """The solution, if it takes less than `cutoff_s`."""
         return self._solution if self._solution and self._solution.step_time_s < cutoff_s else None
 
-    def least_memory(self) -> Ints:
-        """The planner's picks without a memory limit; the first allowed choices if there are
+    def least_memory(self) -> Picked:
+        """The planner's choices without a memory limit; the first allowed ones if there are
         none.
         """
         free = self._intra.solve(self._problem, self._space, memory_limit_bytes=np.inf)
-        return (
-            free.picks
-            if free
-            else np.array([int(np.argmax(mask)) for mask in self._space.allowed], np.int64)
-        )
+        if free:
+            return free.picked
+        picks = np.array([int(np.argmax(mask)) for mask in self._space.allowed], np.int64)
+        return Picked(priced=self._space.priced, picks=picks)
 
 
 class NotSearched(AbstractSearch):
@@ -432,7 +431,7 @@ class NotSearched(AbstractSearch):
         return self._bound_s
 
     @property
-    def picks(self) -> Ints | None:
+    def picked(self) -> Picked | None:
         return None
 
     def incumbent(self) -> IntraSolution | None:
@@ -441,7 +440,7 @@ class NotSearched(AbstractSearch):
     def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
         return None
 
-    def least_memory(self) -> Ints:
+    def least_memory(self) -> Picked:
         """Those of the search that did not begin, for which the space is priced."""
         space = self._space
         return self._begin(space.as_space if isinstance(space, TooLarge) else space).least_memory()
@@ -456,11 +455,11 @@ def judge_picks(
     status: str = "judged",
 ) -> IntraSolution | None:
     """Picks as a solution, with their costs; None if they do not fit in memory or cannot be run."""
-    peak_bytes = float(timeline(known_memory(space.priced, picks), space.priced, picks).max())
-    once = casts_fit(space.priced, picks, memory_limit_bytes)
-    step_time_s = evaluate(space.priced, picks, casts_once=once).total_s
+    picked = Picked(priced=space.priced, picks=picks)
+    peak_bytes = picked.memory.peak_bytes
+    step_time_s = evaluate(picked, casts_once=picked.casts_fit(memory_limit_bytes)).total_s
     # The tolerance covers rounding between the judge's sums and a solver's.
     if peak_bytes > memory_limit_bytes * (1 + 1e-9) or not np.isfinite(step_time_s):
         return None
     costs = IntraCosts(step_time_s=step_time_s, peak_bytes=peak_bytes)
-    return IntraSolution(picks=picks, costs=costs, lower_bound_s=lower_bound_s, status=status)
+    return IntraSolution(picked=picked, costs=costs, lower_bound_s=lower_bound_s, status=status)

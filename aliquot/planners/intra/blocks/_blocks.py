@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....core import InputError, nearest
-from ....cost import Priced, Problem
+from ....cost import Picked, Problem
 from ....sharding import BLOCK_FACTORS, Choice, ParallelBlock, find_blocks
 from .._base import AbstractIntra, AbstractRule, AbstractSearch, IntraSolution, Ints, Space
 from ..ilp import ILP
@@ -95,11 +95,11 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
     return tuple(with_options)
 
 
-def blocks_split_apart(problem: Problem, priced: Priced, picks: Ints) -> list[ParallelBlock]:
-    """The blocks of a step whose products follow no common option under these picks."""
-    space = Space.whole("all", priced)
+def blocks_split_apart(problem: Problem, picked: Picked) -> list[ParallelBlock]:
+    """The blocks of a step whose products follow no common option."""
+    space = Space.whole("all", picked.priced)
     blocks = block_options(problem, space, factors="all")
-    return [options.block for options in blocks if options.option_of(picks) is None]
+    return [options.block for options in blocks if options.option_of(picked.picks) is None]
 
 
 def as_one_block(blocks: Sequence[BlockOptions]) -> BlockOptions:
@@ -252,9 +252,9 @@ class BlockSearch(AbstractSearch):
         return self._open.bound(cutoff_s)
 
     @property
-    def picks(self) -> Ints | None:
+    def picked(self) -> Picked | None:
         """Products of a block may follow different options."""
-        return self._open.picks
+        return self._open.picked
 
     def incumbent(self) -> IntraSolution | None:
         """The incumbent with all options open, with each block rounded to the option that most of
@@ -264,7 +264,7 @@ class BlockSearch(AbstractSearch):
             self._is_guessed = True
             guess = self._open.incumbent()
             if guess is not None:
-                rounded = self._solve(self._nearest(guess.picks), self._limits["ceiling_s"])
+                rounded = self._solve(self._nearest(guess.picked.picks), self._limits["ceiling_s"])
                 self._best = rounded and self._proved(rounded)
         return self._best
 
@@ -274,8 +274,9 @@ class BlockSearch(AbstractSearch):
         found = self._open.improve(limit_s)
         self.gave_up = self._open.gave_up
         if found is not None and found.step_time_s < limit_s:
-            nearest = self._nearest(found.picks)
-            apart = [k for k, b in enumerate(self._blocks) if b.option_of(found.picks) is None]
+            picks = found.picked.picks
+            nearest = self._nearest(picks)
+            apart = [k for k, b in enumerate(self._blocks) if b.option_of(picks) is None]
             most_s = found.step_time_s * (1 + self._planner.tolerance)
             if not apart:
                 best = found
@@ -293,7 +294,7 @@ class BlockSearch(AbstractSearch):
         self._best = best if best is found else self._proved(best)
         return self._best
 
-    def least_memory(self) -> Ints:
+    def least_memory(self) -> Picked:
         return self._open.least_memory()
 
     def _nearest(self, picks: Ints) -> dict[int, tuple[int, ...]]:

@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 
 from ....cost import (
     MemoryModel,
+    MemoryUse,
+    Picked,
     Priced,
     Problem,
-    casts_fit,
     evaluate,
     least_timeline,
     may_take_turns,
     memory_model,
     takes_turns,
-    timeline,
 )
 from .._base import AbstractSearch, AbstractStepwise, IntraCosts, IntraSolution, Space
 from ._affordable import affordable
@@ -148,10 +148,10 @@ class Search(AbstractSearch):
         self.is_undercharged = False
         self.gave_up = self.started = self.searched_taken = self.integral = False
         self.values: Floats | None = None
-        self.rounded: Ints | None = None
+        self.rounded: Picked | None = None
 
     @property
-    def picks(self) -> Ints | None:
+    def picked(self) -> Picked | None:
         return self.rounded
 
     def start(self) -> float | None:
@@ -168,7 +168,7 @@ class Search(AbstractSearch):
 
     def bound(self, cutoff_s: float = np.inf) -> float | None:
         """The bound of the relaxation with memory rows. One that has reached `cutoff_s` is not
-        raised any further; `picks` are known even then.
+        raised any further; `picked` is known even then.
         """
         if not self.started:
             self.start()
@@ -200,7 +200,7 @@ class Search(AbstractSearch):
             # A bound above the cutoff prunes this space, so the relaxation may stop there.
             self.values = self._relax(cutoff_s * (1 + self.relative_gap))
         assert values is not None, "without values the loop has returned"
-        self.rounded = decode(self.choices, values)
+        self.rounded = self._decoded(self.choices, values)
         self.integral = self.relaxation.is_exact and not is_mixed(self.choices, values)
         return bound_s
 
@@ -216,14 +216,14 @@ class Search(AbstractSearch):
         if (solution := self._solution_of(self.rounded, "rounded")) is not None:
             return solution
         assert self.values is not None
-        picks, use = self.rounded.copy(), self._use_of_choices()
+        picks, use = self.rounded.picks.copy(), self._use_of_choices()
         for node, (columns, kept) in enumerate(
             zip(self.choices.columns, self.choices.allowed, strict=True)
         ):
             mixed = np.flatnonzero(self.values[columns] > MIXED)
             if len(mixed) > 1 and use:
                 picks[node] = kept[mixed[np.argmin(sum(at[node][mixed] for at in use))]]
-        return self._solution_of(picks, "rounded")
+        return self._solution_of(replace(self.rounded, picks=picks), "rounded")
 
     def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
         """The best solution; also None if a limit ended the search before it found any."""
@@ -260,18 +260,18 @@ class Search(AbstractSearch):
             if outcome.values is None:
                 self.gave_up = self.gave_up or self.assumes_deferred
                 return best and self._with_status(best, outcome.status)
-            picks = decode(choices, outcome.values)
-            solution = self._solution_of(picks, outcome.status)
-            unpaid = self._add_unpaid_excess(picks)
+            picked = self._decoded(choices, outcome.values)
+            solution = self._solution_of(picked, outcome.status)
+            unpaid = self._add_unpaid_excess(picked)
             self.is_undercharged = self.is_undercharged or unpaid
             if solution is None:
                 # What the program now charges more for is not found again.
-                changed = self._add_rows_for(picks) or unpaid or self._assume_deferred(picks)
+                changed = self._add_rows_for(picked) or unpaid or self._assume_deferred(picked)
                 if not changed:
-                    # The picks exceed the limit by less than the solver's tolerance, so no row
-                    # excludes them.
-                    exclude(self.program, self.choices, picks)
-                    self.excluded.append(picks)
+                    # These exceed the limit by less than the solver's tolerance, so no row excludes
+                    # them.
+                    exclude(self.program, self.choices, picked.picks)
+                    self.excluded.append(picked.picks)
             else:
                 if best is None or solution.step_time_s <= best.step_time_s:
                     best = solution
@@ -283,18 +283,20 @@ class Search(AbstractSearch):
                 return self._with_status(best, LIMIT) if best and is_limited else best
         return None
 
-    def least_memory(self) -> Ints:
-        """Picks found by relaxations that minimise memory, in turn at the moments of up to six
+    def least_memory(self) -> Picked:
+        """Choices found by relaxations that minimise memory, in turn at the moments of up to six
         peaks.
         """
         least = LeastPeak(self.priced, self.allowed, self.limit_bytes)
         first = np.array([int(np.flatnonzero(m)[0]) for m in self.allowed])
-        use = timeline(self.model_of(first), self.priced, first)
-        alone = alive_bytes(least.choices, self.model_of(first), int(np.argmax(use)))[1]
+        picked = Picked(priced=self.priced, picks=first)
+        model = self.model_in_turn(takes_turns(picked))
+        moment, seen = model.under(picked).peak_moment, set[int]()
+        alone = alive_bytes(least.choices, model, moment)[1]
         pairs = zip(least.choices.allowed, alone, strict=True)
-        picks = np.array([int(kept[np.argmin(sizes)]) for kept, sizes in pairs])
-        seen: set[int] = set()
-        while (moment := int(np.argmax(use))) not in seen and len(seen) < 6:
+        smallest = np.array([int(kept[np.argmin(sizes)]) for kept, sizes in pairs])
+        picked = replace(picked, picks=smallest)
+        while moment not in seen and len(seen) < 6:
             seen.add(moment)
             least.add(self.model_in_turn(self.in_turn), moment)
             self.num_solves += 1
@@ -302,13 +304,13 @@ class Search(AbstractSearch):
             assert outcome.status != "infeasible", "some choice exists when memory is unlimited"
             if outcome.values is None:
                 break
-            picks = decode(least.choices, outcome.values)
-            use = timeline(self.model_of(picks), self.priced, picks)
-        return picks
+            picked = self._decoded(least.choices, outcome.values)
+            moment = self.memory_under(picked).peak_moment
+        return picked
 
-    def model_of(self, picks: Ints) -> MemoryModel:
-        """The memory model that holds for known choices."""
-        return self.model_in_turn(takes_turns(self.priced, picks))
+    def memory_under(self, picked: Picked) -> MemoryUse:
+        """`picked.memory`, by a memory model that all choices share."""
+        return self.model_in_turn(takes_turns(picked)).under(picked)
 
     def model_in_turn(self, in_turn: bool) -> MemoryModel:
         """The memory model for one order of deferrable products; see `takes_turns`."""
@@ -360,21 +362,24 @@ class Search(AbstractSearch):
             return self.ceiling_s if np.isfinite(self.ceiling_s) else None
         return min(self.relaxed.bound_s, self.ceiling_s)
 
-    def _solution_of(self, picks: Ints, status: str) -> IntraSolution | None:
-        """The exact costs of picks; None if they do not fit. "optimal" picks that have no memory
+    def _decoded(self, choices: Choices, values: Floats) -> Picked:
+        return Picked(priced=self.priced, picks=decode(choices, values))
+
+    def _solution_of(self, picked: Picked, status: str) -> IntraSolution | None:
+        """The exact costs of choices; None if they do not fit. "optimal" ones that have no memory
         for casts of parameters, which the program takes for granted, are only "rounded".
         """
-        peak = float(timeline(self.model_of(picks), self.priced, picks).max())
-        if peak > self.limit_bytes * (1 + 1e-9):
+        memory = self.memory_under(picked)
+        if memory.peak_bytes > self.limit_bytes * (1 + 1e-9):
             return None
         # The program counts casts of parameters once a step, for which there may be no memory.
-        once = casts_fit(self.priced, picks, self.limit_bytes)
-        seconds = evaluate(self.priced, picks, casts_once=once).total_s
-        if status == "optimal" and seconds > evaluate(self.priced, picks).total_s:
+        once = picked.casts_fit(self.limit_bytes, memory)
+        seconds = evaluate(picked, casts_once=once).total_s
+        if status == "optimal" and seconds > evaluate(picked).total_s:
             status = "rounded"
-        costs = IntraCosts(step_time_s=seconds, peak_bytes=peak)
+        costs = IntraCosts(step_time_s=seconds, peak_bytes=memory.peak_bytes)
         return IntraSolution(
-            picks=picks, costs=costs, lower_bound_s=self.lower_bound_s, status=status
+            picked=picked, costs=costs, lower_bound_s=self.lower_bound_s, status=status
         )
 
     def _with_status(self, solution: IntraSolution, status: str = "optimal") -> IntraSolution:
@@ -424,11 +429,11 @@ class Search(AbstractSearch):
             outcome = self._branch(program, choices, ceiling_s, _TAKEN_SHARE * self.work.left)
             if outcome.values is None:
                 break
-            picks = decode(choices, outcome.values)
-            solution = self._solution_of(picks, "rounded")
+            picked = self._decoded(choices, outcome.values)
+            solution = self._solution_of(picked, "rounded")
             if solution is not None:
                 return solution if solution.step_time_s < ceiling_s else None
-            if not self._add_rows_for(picks):
+            if not self._add_rows_for(picked):
                 break
             if self._relax() is not None and not self.assumes_deferred:
                 self.lower_bound_s = max(self.lower_bound_s, min(self.relaxed.bound_s, ceiling_s))
@@ -469,32 +474,31 @@ class Search(AbstractSearch):
             add_memory_row(self.program, self.choices, self.priced, model, time, self.limit_bytes)
         return True
 
-    def _add_rows_for(self, picks: Ints) -> bool:
-        """Add memory rows for moments when picks exceed the limit; True if any were added."""
-        return self._add_rows(timeline(self.model_in_turn(self.in_turn), self.priced, picks))
+    def _add_rows_for(self, picked: Picked) -> bool:
+        """Add memory rows for moments when choices exceed the limit; True if any were added."""
+        return self._add_rows(self.model_in_turn(self.in_turn).under(picked).over_time())
 
-    def _add_unpaid_excess(self, picks: Ints) -> bool:
+    def _add_unpaid_excess(self, picked: Picked) -> bool:
         """Add excess columns for the shared conversions that the program undercharges under these
         choices; True if there are any.
         """
         groups, uses = self.program.groups, np.zeros(len(self.program.groups.counts), np.int64)
-        for edge, table in zip(self.priced.graph.edges, self.priced.edges, strict=True):
-            source = table.sources[table.source_index[picks[edge.source]]]
-            target = table.targets[table.target_index[picks[edge.target]]]
-            number = groups.number.get((edge.share, (source, target)))
+        edges = zip(self.priced.graph.edges, self.priced.edges, picked.ends, strict=True)
+        for edge, table, (s, t) in edges:
+            number = groups.number.get((edge.share, (table.sources[s], table.targets[t])))
             if number is not None:
                 uses[number] += 1
         return self.program.add_excess(np.flatnonzero((uses > 0) & (uses < groups.counts)))
 
-    def _assume_deferred(self, picks: Ints) -> bool:
+    def _assume_deferred(self, picked: Picked) -> bool:
         """Let memory rows assume from now on that every deferrable product is deferred, if they
         have assumed "at once" and these choices defer. True if the choices then exceed the limit,
         so that rows were added.
         """
-        if not self.in_turn or takes_turns(self.priced, picks):
+        if not self.in_turn or takes_turns(picked):
             return False
         self.in_turn, self.assumes_deferred, self.times = False, True, []
-        return self._add_rows_for(picks)
+        return self._add_rows_for(picked)
 
     def _restricted(
         self, allowed: Sequence[NDArray[np.bool_]], *, exactly: bool

@@ -25,8 +25,8 @@ from ....cost import (
     MemoryModel,
     Priced,
     Resident,
+    alive_over_time,
     copy_seconds,
-    over_time,
     queues,
 )
 from ....graph import Phase
@@ -250,19 +250,16 @@ def conversion_columns(
 
 def mixed_timeline(choices: Choices, priced: Priced, model: MemoryModel, values: Floats) -> Floats:
     """Bytes over time under a solution that may mix choices."""
-
-    def mixed(r: Resident, local: Floats) -> float:
-        return float(
-            local[0]
-            if r.node < 0
-            else values[choices.columns[r.node]] @ local[choices.allowed[r.node]]
-        )
-
-    copies = []
+    parts: list[tuple[Resident | Conversion, float]] = []
+    for r, local in zip(model.residents, model.local_bytes, strict=True):
+        held = local[0]
+        if r.node >= 0:
+            held = values[choices.columns[r.node]] @ local[choices.allowed[r.node]]
+        parts.append((r, float(held)))
     for conversion in model.conversions:
         columns, weights = conversion_columns(choices, priced, conversion)
-        copies.append((conversion, float(values[columns] @ weights)))
-    return over_time(model, mixed, copies)
+        parts.append((conversion, float(values[columns] @ weights)))
+    return alive_over_time(parts, model.num_times)
 
 
 def decode(choices: Choices, values: Floats) -> Ints:
