@@ -188,7 +188,7 @@ def test_an_array_is_pinned_where_a_product_reads_it_split_otherwise():
     multiply = next(op for op in graph.ops if op.name == "mul")
     product = next(op for op in graph.ops if op.name == "dot_general")
     nodes = {node.label: node.index for node in problem.nodes.nodes}
-    choices = decision.picked.choices
+    choices = list(decision.picked.choices)
     batch_node = problem.nodes.input_ports[1].node
     for batch_factor, pinned in ((0, True), (-1, True)):
         choices[batch_node] = (batch_factor,)
@@ -231,7 +231,7 @@ def test_weights_are_pinned_where_a_loop_keeps_them_split_otherwise():
     graph = capture(work.train_step, work.state, work.batch)
     problem = make_problem(graph, Cluster.preset("8xH100"))
     decision = Zero2Parallel().solve(problem)
-    choices = decision.picked.choices
+    choices = list(decision.picked.choices)
     stacks = {op.inputs[0]: op.outputs[0] for op in graph.ops if op.name == "scan_stack"}
     casts = [
         op
