@@ -101,7 +101,8 @@ class Peers:
         self._left: set[int] = set()
         self._failed: set[int] = set()
         self._gone = threading.Event()
-        self._is_leaving = self._is_failing = False
+        self._is_leaving = self._is_failing = self._is_about_to_end = False
+        self._changing = threading.Lock()
         self._failure_code: int | None = None
         self._machine = Hello.own(met.process, met.count, "").machine
         self._heard = dict.fromkeys(met.lines, time.monotonic())
@@ -117,7 +118,8 @@ class Peers:
                 if hasattr(socket, name):
                     line.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         _delay_aborts()
-        threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True)
+        self._watching.start()
 
     @property
     def channels(self) -> Channels:
@@ -173,22 +175,52 @@ class Peers:
         """In process 0: compare the next call of process `k` with those of the others."""
         why = self._calls.note(k, call)
         if why:
-            self._say_to_all(Differ(why[:_LONGEST]))
             self._end_all(why)
 
     def _end_all(self, why: str) -> None:
-        """Print in what processes differ, and end this one, unless it has come to its end."""
+        """Say in what processes differ, and end this one. One that has come to its end waits for
+        nobody any longer, and ends by itself.
+        """
+        # First of all: who hears of it may be gone at once, and that is no failure any more.
+        with self._changing:
+            if self._is_leaving:
+                return
+            self._is_leaving = True
         code = self._failure_code if self._is_failing else EXIT_CODE
+        self._is_about_to_end = code is not None
+        if self.process == 0:
+            self._say_to_all(Differ(why[:_LONGEST]))
         ending = f"  Exit code {code}.\n" if code is not None else ""
         os.write(2, f"\naliquot: {why}\n{ending}".encode())
-        if code is not None:
-            # At once: process 0 takes JAX's service with it, without which XLA would abort others.
-            end_at_once(code)
-        self._is_leaving = True
+        if code is None:
+            self._stop_waiting()
+            return
+        if self.process == 0:
+            self._wait_for_others()
+        end_at_once(code)
+
+    def _stop_waiting(self) -> None:
+        """Let `leave` return."""
+        self._calls.stop_waiting()
+        self._exchanges.lose(0)
+        if self._channels is not None:
+            self._channels.stop_waiting()
+
+    def _wait_for_others(self) -> None:
+        """In process 0: wait until the others have ended. JAX's service runs in this process, and
+        without it one that still ends by itself would be aborted.
+        """
+        if threading.current_thread() is not self._watching:
+            self._gone.wait(_LAST_S)
+            return
+        deadline = time.monotonic() + _LAST_S
+        for line in self._met.lines.values():
+            with suppress(OSError):
+                receive_exactly(line.socket, 2**62, deadline)
 
     def leave(self, timeout_s: float | None = None) -> bool:
         """Wait until all processes call this; from then on the end of a connection is no failure.
-        False if they have not come in time.
+        False if they have not come in time. If processes differ, nobody waits: all end.
         """
         if self._is_leaving:
             return True
@@ -196,11 +228,11 @@ class Peers:
             self._channels.flush(timeout_s)
         # The last calls of the others may not have arrived yet.
         if self.process == 0 and not self._calls.settle(timeout_s):
-            return False
+            return self._is_leaving
         try:
             self.exchange_under("the end of the run", None, type(None), timeout_s)
         except ConnectionError:
-            return False
+            return self._is_leaving
         self._is_leaving = True
         self._say_to_all(Leaves())
         return True
@@ -268,7 +300,8 @@ class Peers:
         except OSError:
             said = None
         self._heard[k] = time.monotonic()
-        if said is None:
+        # Where this process only waits for the others to end, nothing shall fail before it ends.
+        if said is None and not self._is_about_to_end:
             self._exchanges.lose(k)
         match said:
             case Lost():
@@ -277,7 +310,7 @@ class Peers:
             case Fails():
                 self._failed.add(k)
                 if not self._is_failing:
-                    self._lose(k, said.why, until_gone=line.socket)
+                    self._lose(k, said.why, has_died=False)
             case Leaves():
                 self._left.add(k)
             case Call():
@@ -302,20 +335,15 @@ class Peers:
         if now > self._heard[k] + _SILENCE_S:
             self._lose(k, f"has said nothing for {_SILENCE_S} s")
 
-    def _lose(self, dead: int, why: str, until_gone: socket.socket | None = None) -> None:
+    def _lose(self, dead: int, why: str, has_died: bool = True) -> None:
         """Report the loss of a process and end this one. Process 0 tells the others, which are not
         connected to each other.
-
-        Process 0 waits first until a failing process is gone: without JAX's service, which runs in
-        process 0, that one would be aborted before it has ended by itself.
         """
         if self._is_leaving:
             return
-        lost = Lost(process=dead, why=why, has_died=until_gone is None)
-        self._say_to_all(lost, but=dead)
-        if until_gone is not None and self.process == 0:
-            with suppress(OSError):
-                receive_exactly(until_gone, 2**62, time.monotonic() + _LAST_S)
+        self._say_to_all(Lost(process=dead, why=why, has_died=has_died), but=dead)
+        if not has_died and self.process == 0:
+            self._wait_for_others()
         self._end(dead, why)
 
     def _end(self, dead: int, why: str) -> None:
