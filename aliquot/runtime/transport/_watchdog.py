@@ -17,10 +17,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -55,6 +55,10 @@ class Leaves(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The end of this connection will be no failure."""
 
 
+class Exits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The sender has come to its end, and will end by itself whatever it hears."""
+
+
 class Fails(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The sender is about to end."""
 
@@ -75,7 +79,7 @@ class Differ(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     why: str
 
 
-_Message = Lives | Leaves | Fails | Lost | Call | Differ | Passes
+_Message = Lives | Leaves | Exits | Fails | Lost | Call | Differ | Passes
 
 
 class Peers:
@@ -100,6 +104,7 @@ class Peers:
         self._exchanges, self._numbers = Exchanges(met.count), itertools.count(1)
         self._left: set[int] = set()
         self._failed: set[int] = set()
+        self._exiting: set[int] = set()
         self._gone = threading.Event()
         self._is_leaving = self._is_failing = self._is_about_to_end = False
         self._changing = threading.Lock()
@@ -187,7 +192,9 @@ class Peers:
                 return
             self._is_leaving = True
         code = self._failure_code if self._is_failing else EXIT_CODE
-        self._is_about_to_end = code is not None
+        if code is not None:
+            self._is_about_to_end = True
+            _hold_errors()
         if self.process == 0:
             self._say_to_all(Differ(why[:_LONGEST]))
         ending = f"  Exit code {code}.\n" if code is not None else ""
@@ -195,8 +202,9 @@ class Peers:
         if code is None:
             self._stop_waiting()
             return
-        if self.process == 0:
-            self._wait_for_others()
+        # Not for those who end at once: work of this process that waits for them fails meanwhile.
+        if self.process == 0 and self._exiting:
+            self._wait_for(self._exiting)
         end_at_once(code)
 
     def _stop_waiting(self) -> None:
@@ -206,17 +214,17 @@ class Peers:
         if self._channels is not None:
             self._channels.stop_waiting()
 
-    def _wait_for_others(self) -> None:
-        """In process 0: wait until the others have ended. JAX's service runs in this process, and
-        without it one that still ends by itself would be aborted.
+    def _wait_for(self, others: Collection[int]) -> None:
+        """In process 0: wait until others have ended. JAX's service runs in this process, and
+        without it those who end by themselves would be aborted.
         """
         if threading.current_thread() is not self._watching:
             self._gone.wait(_LAST_S)
             return
         deadline = time.monotonic() + _LAST_S
-        for line in self._met.lines.values():
+        for k in others:
             with suppress(OSError):
-                receive_exactly(line.socket, 2**62, deadline)
+                receive_exactly(self._met.lines[k].socket, 2**62, deadline)
 
     def leave(self, timeout_s: float | None = None) -> bool:
         """Wait until all processes call this; from then on the end of a connection is no failure.
@@ -246,6 +254,8 @@ class Peers:
         """
         self._failure_code = code
         self._is_failing = True
+        if code is None:
+            self._say_to_all(Exits())
 
     def fail(self, reason: str) -> None:
         """End the connections with a reason, so that the others end as well."""
@@ -313,6 +323,8 @@ class Peers:
                     self._lose(k, said.why, has_died=False)
             case Leaves():
                 self._left.add(k)
+            case Exits():
+                self._exiting.add(k)
             case Call():
                 self._compare(k, said)
             case Differ():
@@ -341,9 +353,10 @@ class Peers:
         """
         if self._is_leaving:
             return
+        _hold_errors()
         self._say_to_all(Lost(process=dead, why=why, has_died=has_died), but=dead)
         if not has_died and self.process == 0:
-            self._wait_for_others()
+            self._wait_for(self._met.lines)
         self._end(dead, why)
 
     def _end(self, dead: int, why: str) -> None:
@@ -367,6 +380,19 @@ class Peers:
         # Directly: another thread may hold the lock of `sys.stderr`.
         os.write(2, text.encode())
         end_at_once(EXIT_CODE)
+
+
+def _hold_errors() -> None:
+    """An error that ends this process's program from now on is shown late: it mostly comes from
+    another process that has gone, and this one, which says so itself, has then ended.
+    """
+    shown = sys.excepthook
+
+    def show_late(*error: Any) -> None:
+        time.sleep(_LAST_S + 1)
+        shown(*error)
+
+    sys.excepthook = show_late
 
 
 def end_at_once(code: int) -> NoReturn:
