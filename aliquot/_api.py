@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._captured import captured, remember_captured
+from ._captured import captured, planned_for, remember_captured
 from ._plan_graph import check_kinds
 from ._variants import Variant, plan_variants
 from .cluster import AbstractMeasured, Cluster
@@ -193,7 +193,8 @@ def parallelize(
         )
         return apply_plan(chosen, graph, on_missing_rule)
 
-    return Step(step, prepare, plan=plan, devices=devices)
+    traced = None if plan is None else planned_for(plan, step)
+    return Step(step, prepare, plan=plan, devices=devices, traced=traced)
 
 
 def constrain(

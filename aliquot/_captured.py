@@ -19,6 +19,12 @@ def remember_captured(plan: Plan, graph: Graph) -> None:
     _captured[plan] = graph, trace_settings()
 
 
+def planned_for(plan: Plan, step: Callable[..., Any]) -> Graph | None:
+    """The step that the plan was made for, if it was made in this process, for this function."""
+    graph, _ = _captured.get(plan, (None, None))
+    return graph if graph is not None and graph.calling.fn is step else None
+
+
 def captured(
     plan: Plan, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Graph:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ..core import CaptureError, PlanMismatchError
-from ..graph import SplitGraph, capture, evaluate, plain_context, split_rows
+from ..graph import Graph, SplitGraph, capture, evaluate, plain_context, split_rows
 from ..plans import ArrayInterface, Plan
 from ._state_call import argument_of, misplaced_state, state_arguments, state_call
 from .transport import Rows, agree_on_init, joined, stub
@@ -30,6 +30,7 @@ def init_state(
     kwargs: Mapping[str, Any],
     *,
     compared_with: Plan | None = None,
+    traced: Graph | None = None,
 ) -> Any:
     """Results of `init_fn(*args, **kwargs)`, each array created on the devices that will hold it; a
     `PiecedArray` if its rows lie on several stages.
@@ -43,6 +44,7 @@ def init_state(
         places: shardings of each input, by path: one for each of its pieces.
         compared_with: the plan, if several processes run it: they compare it, the function, its
             arguments and their settings first.
+        traced: the step as the plan was made for it, if that is known: it may say why plans differ.
 
     Raises:
         PlanMismatchError: the processes differ, or the result does not match the step's arguments;
@@ -86,7 +88,7 @@ def init_state(
             for path, leaf in given:
                 kind = arguments if _is_array(leaf) else statics
                 kind[f"argument {keystr(path[1:])} of step.init"] = leaf
-            agree_on_init(compared_with, jax.make_jaxpr(make)(*arrays), arguments, statics)
+            agree_on_init(compared_with, jax.make_jaxpr(make)(*arrays), arguments, statics, traced)
         shapes = jax.eval_shape(make, *arrays)
         wanted = _places(fn, inputs, places, kept, shapes)
         return _create(make, arrays, shapes, kept, wanted)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core import AliquotWarning, InputError
 from ..cost import PlannedStep
-from ..graph import memory_kind, plain_context
+from ..graph import Graph, memory_kind, plain_context
 from ..plans import ArrayInterface, Plan, Trace, headline, require_busy_processes, unranged
 from ._arguments import Arguments
 from ._check import StepCheck, check_numbers, check_step
@@ -53,6 +53,7 @@ class Step:
         plan: Plan | None = None,
         devices: Sequence[Any] | None = None,
         runner: AbstractRunner | None = None,
+        traced: Graph | None = None,
     ) -> None:
         """
         Args:
@@ -62,8 +63,10 @@ class Step:
             plan: the plan, if there is one before the first call.
             devices: the devices of the plan in order; by default `jax.devices()`.
             runner: runs a step that is compiled already; `prepare` is then not called.
+            traced: the step as the plan was made for it, if that is known before the first call.
         """
         self._fn, self._trace_and_plan, self._plan, self._devices = fn, prepare, plan, devices
+        self._traced = traced
         self._runner: AbstractRunner | None = None
         self._arguments: Arguments | None = None
         # Two threads may make the first call at once; only one of them traces and plans the step.
@@ -169,6 +172,7 @@ class Step:
             args,
             kwargs,
             compared_with=self._plan if shared else None,
+            traced=self._traced,
         )
         if shared:
             remember(self, jax.tree.leaves(state))

@@ -83,7 +83,11 @@ def _all_cases():
         for kind, rank in (("number", 1), ("absent", 0), ("absent", 1))
     ]
     found += [_case(2, "program", "kill", "begin", rank, timeout_s=_PATIENCE_S) for rank in (0, 1)]
-    return found + [_case(2, "program", "second run", moment, 0) for moment in ("step", "begin")]
+    found += [_case(2, "program", "second run", moment, 0) for moment in ("step", "begin")]
+    # Two at once, who both keep their own exit codes.
+    return found + [
+        _case(3, "pipeline", kind, "joined", 1, ranks=[1, 2]) for kind in ("raise", "exit")
+    ]
 
 
 CASES = _all_cases()
@@ -93,7 +97,9 @@ def name_of(case):
     """For tables."""
     moment = f" at {case['moment']}" if case["moment"] else ""
     moment += " that runs ahead" if case.get("reads") is False else ""
-    return f"{case['kind']}{moment}, rank {case['rank']} of {case['count']}, {case['runtime']}"
+    ranks = case.get("ranks", [case["rank"]])
+    who = f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))} of {case['count']}"
+    return f"{case['kind']}{moment}, {who}, {case['runtime']}"
 
 
 def expected(case):
@@ -106,7 +112,8 @@ def expected(case):
         return codes
     if case["moment"] == "end" and kind != "raise":
         codes = [0] * count
-    codes[rank] = _OWN_CODES.get(kind)
+    for k in case.get("ranks", [rank]):
+        codes[k] = _OWN_CODES.get(kind)
     if case["moment"] == "meeting":
         codes[max({*range(count)} - {rank})] = None
     return codes

@@ -123,6 +123,45 @@ def test_functions_that_make_the_state_are_compared(other, words, monkeypatch):
     assert all(word in said[0] for word in words)
 
 
+class Decided:
+    """Stands for a plan: these are its decisions."""
+
+    def __init__(self, *lines):
+        self._lines = lines
+
+    def decisions(self):
+        return self._lines
+
+
+@pytest.mark.parametrize(
+    ("axis", "is_traced", "words"),
+    [
+        # The first call compares the rest.
+        ("x", True, []),
+        ("y", True, ["num_micro_batches = 4", "= (y)", "tanh of", "sin of"]),
+        ("y", False, ["num_micro_batches = 4", "= (y)"]),
+    ],
+    ids=["not elsewhere", "elsewhere", "elsewhere, of a plan that was loaded"],
+)
+def test_why_states_would_lie_elsewhere_is_said_before_they_are_made(
+    axis, is_traced, words, monkeypatch
+):
+    traced = jax.make_jaxpr(lambda: jnp.ones(4))()
+
+    def compare(graph, micro_batches, axis):
+        plan = Decided(f"num_micro_batches = {micro_batches}", f"stages[0].shardings.w = ({axis})")
+        _comparison.agree_on_init(plan, traced, {}, {}, graph)
+
+    said = in_processes(
+        monkeypatch,
+        lambda: compare(trace(), 2, "x"),
+        lambda: compare(trace(activation=jnp.sin) if is_traced else None, 4, axis),
+    )
+    assert said[0] == said[1] and bool(said[0]) == bool(words)
+    assert all(word in said[0] for word in words)
+    assert ("operators in its traced step" in said[0]) == ("tanh of" in words)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

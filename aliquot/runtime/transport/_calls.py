@@ -40,6 +40,7 @@ class Calls:
         self._made: Counter[int] = Counter()
         self._open: dict[int, dict[int, Call]] = {}
         self._changed = threading.Condition()
+        self._is_over = False
 
     def note(self, process: int, call: Call) -> str:
         """Add the next call of a process.
@@ -63,7 +64,14 @@ class Calls:
         if they have not in time.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: not self._open, timeout_s)
+            self._changed.wait_for(lambda: not self._open or self._is_over, timeout_s)
+            return not self._open
+
+    def stop_waiting(self) -> None:
+        """Let `settle` return: other calls will not come."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
 
 
 def compare_calls(calls: dict[int, Call]) -> str:

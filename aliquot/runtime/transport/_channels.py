@@ -109,6 +109,11 @@ class Channels:
         """
         return all(outbox.flush(timeout_s) for outbox in self._outboxes.values())
 
+    def stop_waiting(self) -> None:
+        """Let `flush` return: nobody will take what is not sent yet."""
+        for outbox in self._outboxes.values():
+            outbox.stop_waiting()
+
     def close(self) -> None:
         """End all connections."""
         ends: list[_Outbox | _Inbox | Reception[Sender]] = [
@@ -156,6 +161,11 @@ class _Outbox:
             return self._change.wait_for(
                 lambda: not self._unsent or self._error is not None, timeout_s
             )
+
+    def stop_waiting(self) -> None:
+        with self._change:
+            self._error = self._error or ConnectionError("the processes end")
+            self._change.notify_all()
 
     def close(self) -> None:
         self._socket.close()

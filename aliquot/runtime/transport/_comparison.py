@@ -12,6 +12,8 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from ...core import version_of
 from ...graph import (
     Graph,
@@ -32,7 +34,7 @@ from ._watchdog import watched
 
 # Lines that are shown, and characters of them.
 _SHOWN, _MOST = 3, 180
-_OPERATORS = "operators in its traced step"
+_OPERATORS, _DECISIONS = "operators in its traced step", "decisions in its plan"
 # In lines of a plan's decisions: where the state lies.
 _PLACES = ("inputs[", ".axis_names", ".first_device", ".mesh_shape", ".shardings")
 
@@ -104,25 +106,27 @@ def _difference(
 def agree_on_step(graph: Graph, plan: Plan | None) -> None:
     """`agree` on a traced step with the arrays that it holds, its plan, and settings."""
     report(f"compiling {graph.name}")
+    parts, shown = _traced_parts(graph)
+    decisions = [] if plan is None else plan.decisions()
+    agree({**_surroundings(), **parts, _DECISIONS: decisions}, shown)
+
+
+def _traced_parts(
+    graph: Graph,
+) -> tuple[dict[str, Sequence[str]], dict[str, Callable[[int], str]]]:
+    """A traced step with the arrays that it holds, for `agree`."""
     inputs = []
     for item in graph.inputs:
         value = graph.values[item.value]
         inputs.append(f"takes {item.path} as {value.dtype}{list(value.shape)}, {item.role.value}")
     operators = operator_lines(graph)
-    agree(
-        {
-            **_surroundings(),
-            "arguments or results": [
-                *inputs,
-                *(f"returns {output.path}" for output in graph.outputs),
-            ],
-            # Equal operators may still be nested otherwise.
-            _OPERATORS: [*operators, graph_fingerprint(graph)],
-            "arrays that its step holds": constant_lines(graph.constants.values()),
-            "decisions in its plan": [] if plan is None else plan.decisions(),
-        },
-        {_OPERATORS: lambda k: _operator(graph, k) if k < len(operators) else ""},
-    )
+    parts: dict[str, Sequence[str]] = {
+        "arguments or results": [*inputs, *(f"returns {output.path}" for output in graph.outputs)],
+        # Equal operators may still be nested otherwise.
+        _OPERATORS: [*operators, graph_fingerprint(graph)],
+        "arrays that its step holds": constant_lines(graph.constants.values()),
+    }
+    return parts, {_OPERATORS: lambda k: _operator(graph, k) if k < len(operators) else ""}
 
 
 def _operator(graph: Graph, k: int) -> str:
@@ -143,14 +147,20 @@ def _shown(name: str, operands: Sequence[str], where: str) -> str:
 
 
 def agree_on_init(
-    plan: Plan | None, traced: Any, arguments: Mapping[str, Any], statics: Mapping[str, Any]
+    plan: Plan | None,
+    traced: Any,
+    arguments: Mapping[str, Any],
+    statics: Mapping[str, Any],
+    graph: Graph | None = None,
 ) -> None:
-    """`agree` on a function that makes the state, what it is given, the plan, and settings.
+    """`agree` on a function that makes the state, what it is given, where the plan puts the state,
+    and settings.
 
     Args:
         traced: the function's closed jaxpr.
         arguments: its arrays, by what they are called in messages.
         statics: its other arguments.
+        graph: the step as the plan was made for it, if that is known.
     """
     report("step.init")
     lines, constants = traced_lines(traced)
@@ -169,21 +179,41 @@ def agree_on_init(
         # As text that is the same in all processes.
         is_plain = value is None or isinstance(value, bool | int | float | str)
         given.append(f"{path} = {repr(value) if is_plain else f'a {type(value).__qualname__}'}")
-    agree(
-        {
-            **_surroundings(),
-            name: [line for line, _ in lines],
-            "arrays that the function given to step.init holds": constant_lines(constants),
-            "arguments of step.init that are no arrays": given,
-            # The rest of the plan is compared with the traced step: where that differs, the plan
-            # may differ too.
-            "decisions in its plan": []
-            if plan is None
-            else [line for line in plan.decisions() if any(name in line for name in _PLACES)],
-        },
-        {name: show},
-    )
+    parts = {
+        **_surroundings(),
+        name: [line for line, _ in lines],
+        "arrays that the function given to step.init holds": constant_lines(constants),
+        "arguments of step.init that are no arrays": given,
+    }
+    placed, shown = _placed_parts(plan, graph)
+    agree({**parts, **placed}, {name: show, **shown})
     agree_on_arrays({k: d for k, leaf in arguments.items() if (d := describe_whole(leaf))})
+
+
+class _Placed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the plan of a process puts the state, as a digest, and whether its step is known."""
+
+    digest: str
+    is_traced: bool
+
+
+def _placed_parts(
+    plan: Plan | None, graph: Graph | None
+) -> tuple[dict[str, Sequence[str]], dict[str, Callable[[int], str]]]:
+    """Where plans put the state, for `agree`. The rest of a plan is compared with the traced step,
+    at the first call; if states lie elsewhere, that call never comes, and whatever may be the cause
+    is compared here.
+    """
+    decisions = () if plan is None else plan.decisions()
+    places = [line for line in decisions if any(name in line for name in _PLACES)]
+    digest = hashlib.sha256("\n".join(places).encode()).hexdigest()
+    of_all = exchange(_Placed(digest=digest, is_traced=graph is not None), _Placed)
+    if len({placed.digest for placed in of_all}) == 1:
+        return {}, {}
+    if graph is None or not all(placed.is_traced for placed in of_all):
+        return {_DECISIONS: decisions}, {}
+    parts, shown = _traced_parts(graph)
+    return {**parts, _DECISIONS: decisions}, shown
 
 
 def report(what: str) -> None:

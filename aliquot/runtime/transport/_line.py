@@ -20,7 +20,7 @@ from ._messages import MessageError, Value, decode, encode
 from ._secret import digest
 
 #: Of the protocol. A change of any message or proof needs another one.
-VERSION = 2
+VERSION = 3
 #: The longest message while a line is made, by who may be anybody, and on one.
 MOST_BYTES, MOST_LINE_BYTES = 64 * 1024, 16 * 2**20
 #: The longest value within one.

@@ -17,10 +17,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -55,6 +55,10 @@ class Leaves(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The end of this connection will be no failure."""
 
 
+class Exits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The sender has come to its end, and will end by itself whatever it hears."""
+
+
 class Fails(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The sender is about to end."""
 
@@ -75,7 +79,7 @@ class Differ(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     why: str
 
 
-_Message = Lives | Leaves | Fails | Lost | Call | Differ | Passes
+_Message = Lives | Leaves | Exits | Fails | Lost | Call | Differ | Passes
 
 
 class Peers:
@@ -100,8 +104,10 @@ class Peers:
         self._exchanges, self._numbers = Exchanges(met.count), itertools.count(1)
         self._left: set[int] = set()
         self._failed: set[int] = set()
+        self._exiting: set[int] = set()
         self._gone = threading.Event()
-        self._is_leaving = self._is_failing = False
+        self._is_leaving = self._is_failing = self._is_about_to_end = False
+        self._changing = threading.Lock()
         self._failure_code: int | None = None
         self._machine = Hello.own(met.process, met.count, "").machine
         self._heard = dict.fromkeys(met.lines, time.monotonic())
@@ -117,7 +123,8 @@ class Peers:
                 if hasattr(socket, name):
                     line.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         _delay_aborts()
-        threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True)
+        self._watching.start()
 
     @property
     def channels(self) -> Channels:
@@ -173,22 +180,55 @@ class Peers:
         """In process 0: compare the next call of process `k` with those of the others."""
         why = self._calls.note(k, call)
         if why:
-            self._say_to_all(Differ(why[:_LONGEST]))
             self._end_all(why)
 
     def _end_all(self, why: str) -> None:
-        """Print in what processes differ, and end this one, unless it has come to its end."""
+        """Say in what processes differ, and end this one. One that has come to its end waits for
+        nobody any longer, and ends by itself.
+        """
+        # First of all: who hears of it may be gone at once, and that is no failure any more.
+        with self._changing:
+            if self._is_leaving:
+                return
+            self._is_leaving = True
         code = self._failure_code if self._is_failing else EXIT_CODE
+        if code is not None:
+            self._is_about_to_end = True
+            _hold_errors()
+        if self.process == 0:
+            self._say_to_all(Differ(why[:_LONGEST]))
         ending = f"  Exit code {code}.\n" if code is not None else ""
         os.write(2, f"\naliquot: {why}\n{ending}".encode())
-        if code is not None:
-            # At once: process 0 takes JAX's service with it, without which XLA would abort others.
-            end_at_once(code)
-        self._is_leaving = True
+        if code is None:
+            self._stop_waiting()
+            return
+        # Not for those who end at once: work of this process that waits for them fails meanwhile.
+        if self.process == 0 and self._exiting:
+            self._wait_for(self._exiting)
+        end_at_once(code)
+
+    def _stop_waiting(self) -> None:
+        """Let `leave` return."""
+        self._calls.stop_waiting()
+        self._exchanges.lose(0)
+        if self._channels is not None:
+            self._channels.stop_waiting()
+
+    def _wait_for(self, others: Collection[int]) -> None:
+        """In process 0: wait until others have ended. JAX's service runs in this process, and
+        without it those who end by themselves would be aborted.
+        """
+        if threading.current_thread() is not self._watching:
+            self._gone.wait(_LAST_S)
+            return
+        deadline = time.monotonic() + _LAST_S
+        for k in others:
+            with suppress(OSError):
+                receive_exactly(self._met.lines[k].socket, 2**62, deadline)
 
     def leave(self, timeout_s: float | None = None) -> bool:
         """Wait until all processes call this; from then on the end of a connection is no failure.
-        False if they have not come in time.
+        False if they have not come in time. If processes differ, nobody waits: all end.
         """
         if self._is_leaving:
             return True
@@ -196,11 +236,11 @@ class Peers:
             self._channels.flush(timeout_s)
         # The last calls of the others may not have arrived yet.
         if self.process == 0 and not self._calls.settle(timeout_s):
-            return False
+            return self._is_leaving
         try:
             self.exchange_under("the end of the run", None, type(None), timeout_s)
         except ConnectionError:
-            return False
+            return self._is_leaving
         self._is_leaving = True
         self._say_to_all(Leaves())
         return True
@@ -214,6 +254,8 @@ class Peers:
         """
         self._failure_code = code
         self._is_failing = True
+        if code is None:
+            self._say_to_all(Exits())
 
     def fail(self, reason: str) -> None:
         """End the connections with a reason, so that the others end as well."""
@@ -268,7 +310,8 @@ class Peers:
         except OSError:
             said = None
         self._heard[k] = time.monotonic()
-        if said is None:
+        # Where this process only waits for the others to end, nothing shall fail before it ends.
+        if said is None and not self._is_about_to_end:
             self._exchanges.lose(k)
         match said:
             case Lost():
@@ -277,9 +320,11 @@ class Peers:
             case Fails():
                 self._failed.add(k)
                 if not self._is_failing:
-                    self._lose(k, said.why, until_gone=line.socket)
+                    self._lose(k, said.why, has_died=False)
             case Leaves():
                 self._left.add(k)
+            case Exits():
+                self._exiting.add(k)
             case Call():
                 self._compare(k, said)
             case Differ():
@@ -302,20 +347,16 @@ class Peers:
         if now > self._heard[k] + _SILENCE_S:
             self._lose(k, f"has said nothing for {_SILENCE_S} s")
 
-    def _lose(self, dead: int, why: str, until_gone: socket.socket | None = None) -> None:
+    def _lose(self, dead: int, why: str, has_died: bool = True) -> None:
         """Report the loss of a process and end this one. Process 0 tells the others, which are not
         connected to each other.
-
-        Process 0 waits first until a failing process is gone: without JAX's service, which runs in
-        process 0, that one would be aborted before it has ended by itself.
         """
         if self._is_leaving:
             return
-        lost = Lost(process=dead, why=why, has_died=until_gone is None)
-        self._say_to_all(lost, but=dead)
-        if until_gone is not None and self.process == 0:
-            with suppress(OSError):
-                receive_exactly(until_gone, 2**62, time.monotonic() + _LAST_S)
+        _hold_errors()
+        self._say_to_all(Lost(process=dead, why=why, has_died=has_died), but=dead)
+        if not has_died and self.process == 0:
+            self._wait_for(self._met.lines)
         self._end(dead, why)
 
     def _end(self, dead: int, why: str) -> None:
@@ -339,6 +380,19 @@ class Peers:
         # Directly: another thread may hold the lock of `sys.stderr`.
         os.write(2, text.encode())
         end_at_once(EXIT_CODE)
+
+
+def _hold_errors() -> None:
+    """An error that ends this process's program from now on is shown late: it mostly comes from
+    another process that has gone, and this one, which says so itself, has then ended.
+    """
+    shown = sys.excepthook
+
+    def show_late(*error: Any) -> None:
+        time.sleep(_LAST_S + 1)
+        shown(*error)
+
+    sys.excepthook = show_late
 
 
 def end_at_once(code: int) -> NoReturn:
