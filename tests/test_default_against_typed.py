@@ -4,6 +4,7 @@ in small, where memory is so short that the number of micro-batches matters.
 
 import functools
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,10 @@ def test_what_a_typed_plan_that_is_faster_says(answers):
         asked = found | {"best_by_the_command_s": best_s, "below_the_bound": []}
         assert benchmark.is_met(asked) == met
         assert not benchmark.is_met(asked | {"below_the_bound": [{}]})
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/choosing-a-method.md"])
+def test_pages_say_how_many_typed_plans_were_compared(page):
+    (record,) = (FOLDER / "results").glob("default_against_typed_*.md")
+    (fit,) = re.findall(r"^\* that fit: (\d+)$", record.read_text(), re.MULTILINE)
+    assert f"{int(fit):,}" in (FOLDER.parent / page).read_text()

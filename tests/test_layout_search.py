@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import aliquot as aq
-from aliquot._layout_search import Judge
+from aliquot._layout_search import Judge, _layouts
 from aliquot.core import InfeasibleError, InputError
 
 SIZES = {
@@ -83,6 +83,14 @@ def test_what_differs_is_said_in_the_words_of_the_file(reading):
     words = [name for name, _, _ in reading.changes]
     assert "fsdp_config.fsdp_activation_checkpointing" in words
     assert reading.to_dict()["search"]["tried"] == reading.search.tried > 20
+
+
+def test_micro_batches_between_powers_of_two_are_tried(reading):
+    """Of a batch of 24 on two ranks, each may take 1, 2, 3, 4, 6 or 12 rows at once."""
+    settings = replace(reading.settings, global_batch=24, micro_batch=1)
+    layouts = list(_layouts(settings, reading.cluster, 0, ["none"]))
+    of_two = {each.micro_batch for each in layouts if each.data == 2}
+    assert {n for n in of_two if 24 % (2 * n) == 0} == {1, 2, 3, 4, 6, 12}
 
 
 ARGUMENTS = ["--bf16", "--global-batch-size", "2", "--tensor-model-parallel-size", "2"]

@@ -162,8 +162,8 @@ def copy_seconds(priced: Priced) -> list[Floats]:
 
 
 def copy_times(picked: Picked) -> tuple[Floats, Floats]:
-    """Seconds of copies in a step, by the phase that waits for them: all of them, and
-    the exposed ones.
+    """Seconds of copies in a step, by the phase that waits for them: all of them, and the exposed
+    ones.
     """
     priced, picks, total = picked.priced, picked.picks, np.zeros(len(Phase))
     if not priced.copies:
