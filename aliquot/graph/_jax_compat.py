@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     hints, which plans do not follow.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    with _any_cudnn(), plain_context():
+    with _any_cudnn, plain_context():
         try:
             return jax.make_jaxpr(fn)(*leaves)
         except Exception:
@@ -96,7 +97,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     # Said, because the default differs between releases.
     kinds = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
     automatic = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
-    with _any_cudnn(), plain_context(), jax.sharding.use_abstract_mesh(automatic):
+    with _any_cudnn, plain_context(), jax.sharding.use_abstract_mesh(automatic):
         try:
             return jax.make_jaxpr(fn)(*leaves)
         except Exception as error:
@@ -115,32 +116,49 @@ def equations(fn: Callable[..., Any], structs: Sequence[Any]) -> Sequence[Any]:
     return eqns
 
 
-@contextlib.contextmanager
-def _any_cudnn() -> Iterator[None]:
-    """Let cuDNN's attention be traced where cuDNN is not installed, which JAX refuses, and with all
-    heads that any GPU takes where there is none. Planning does not run it.
+class _AnyCudnn:
+    """Lets cuDNN's attention be traced where cuDNN is not installed, which JAX refuses, and with
+    all heads that any GPU takes where there is none. Planning does not run it.
+
+    Threads may trace at the same time: the last one that ends restores what JAX had.
     """
-    module: Any = sys.modules.get(_CUDNN_MODULE)
-    installed = getattr(module, "check_cudnn_version", None)
-    suffices = getattr(module, "check_compute_capability", None)
-    if installed is None or suffices is None:
-        yield
-        return
 
-    def version() -> int:
-        try:
-            return int(installed())
-        except RuntimeError:
-            return _CUDNN_VERSION
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._traces = 0
+        self._installed: tuple[Any, Any] | None = None
 
-    def capable(capability: str) -> bool:
-        return jax.default_backend() != "gpu" or bool(suffices(capability))
+    def __enter__(self) -> None:
+        with self._lock:
+            self._traces += 1
+            module: Any = sys.modules.get(_CUDNN_MODULE)
+            version = getattr(module, "check_cudnn_version", None)
+            suffices = getattr(module, "check_compute_capability", None)
+            if self._installed is not None or version is None or suffices is None:
+                return
+            self._installed = version, suffices
 
-    module.check_cudnn_version, module.check_compute_capability = version, capable
-    try:
-        yield
-    finally:
-        module.check_cudnn_version, module.check_compute_capability = installed, suffices
+            def any_version() -> int:
+                try:
+                    return int(version())
+                except RuntimeError:
+                    return _CUDNN_VERSION
+
+            def capable(capability: str) -> bool:
+                return jax.default_backend() != "gpu" or bool(suffices(capability))
+
+            module.check_cudnn_version, module.check_compute_capability = any_version, capable
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._traces -= 1
+            if self._traces == 0 and self._installed is not None:
+                module: Any = sys.modules[_CUDNN_MODULE]
+                module.check_cudnn_version, module.check_compute_capability = self._installed
+                self._installed = None
+
+
+_any_cudnn = _AnyCudnn()
 
 
 def shape_struct(leaf: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:

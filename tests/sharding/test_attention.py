@@ -4,6 +4,9 @@ no cuDNN is.
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -212,8 +215,30 @@ def test_plans_hold_no_scores(method, num_micro_batches):
     assert 0 < fused.step_time_s < plain.step_time_s
 
 
-def test_jax_looks_for_cudnn_again_after_a_capture():
+def capture_in_two_threads():
+    """Captures of which the first to begin is the first to end, inside the other."""
+    inside, ended = threading.Event(), threading.Event()
+
+    def first(x):
+        assert inside.wait(timeout=60)
+        return x + 1
+
+    def second(x):
+        inside.set()
+        assert ended.wait(timeout=60)
+        return x + 2
+
+    with ThreadPoolExecutor(1) as thread:
+        capturing = thread.submit(capture, first, heads())
+        capturing.add_done_callback(lambda _: ended.set())
+        capture(second, heads())
+        capturing.result()
+
+
+@pytest.mark.parametrize("captures", [rules, capture_in_two_threads], ids=["one", "threads"])
+def test_jax_looks_for_cudnn_again_after_a_capture(captures):
     rules()
+    captures()
     with pytest.raises(RuntimeError, match="cuDNN"):
         jax.make_jaxpr(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"))(
             heads()
