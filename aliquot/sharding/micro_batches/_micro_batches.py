@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...core import CaptureError, InputError, counted
+from ...core import CaptureError, InputError, counted, divisors
 from ...graph import (
     NO_VALUE,
     Call,
@@ -314,23 +314,40 @@ def runs_in_groups(
     # A step decomposes as it does with layers that recompute, and that has fewer operators.
     graph = graph.calling.as_written or graph
     # Groups of devices cut a micro-batch into parts as more micro-batches would, and planners ask
-    # for every mesh.
-    known = _DECOMPOSES.setdefault(graph, {})
-    key = num_micro_batches * num_groups, on_missing_rule
-    if key not in known:
-        known[key] = _decomposes(graph, *key)
-    return known[key]
+    # for every number of micro-batches and every mesh.
+    parts = num_micro_batches * num_groups
+    finest = _finest(graph, parts)
+    if finest != parts and _decomposes(graph, finest, on_missing_rule) and _resizes(graph, parts):
+        # Each of its parts is a whole number of the finest ones, and the same program.
+        return True
+    return _decomposes(graph, parts, on_missing_rule)
+
+
+def _finest(graph: Graph, parts: int) -> int:
+    """The largest multiple of `parts` that leaves two examples or more to each part of the batch:
+    JAX may write another program for a single one. `parts` itself if there is none.
+    """
+    if not any(item.role is Role.BATCH for item in graph.inputs):
+        return parts
+    share, rest = divmod(batch_size(graph), parts)
+    if rest or share < 2:
+        return parts
+    return parts * (share // divisors(share)[1])
 
 
 def _decomposes(graph: Graph, parts: int, on_missing_rule: str) -> bool:
     """True if the step runs on so many equal parts of its batch. To say why it does not would take
     longer than to find out.
     """
-    try:
-        found = _analysed(graph, parts, 1, on_missing_rule)[-1]
-    except (InputError, CaptureError):
-        return False
-    return not (found.violations or found.conflicts)
+    known = _DECOMPOSES.setdefault(graph, {})
+    key = parts, on_missing_rule
+    if key not in known:
+        try:
+            found = _analysed(graph, parts, 1, on_missing_rule)[-1]
+            known[key] = not (found.violations or found.conflicts)
+        except (InputError, CaptureError):
+            known[key] = False
+    return known[key]
 
 
 def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> bool:
