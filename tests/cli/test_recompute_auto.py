@@ -26,7 +26,7 @@ def planned(args, recompute, *more):
     return json.loads(found.stdout) if found.exit_code == 0 else None
 
 
-@pytest.mark.parametrize("limit", ["60GiB", "5GiB", "100MiB"])
+@pytest.mark.parametrize("limit", [pytest.param("60GiB", marks=pytest.mark.slow), "5GiB", "100MiB"])
 def test_auto_is_the_fastest_of_all(limit):
     on = ("--memory-limit", limit, "--micro-batches", "1")
     auto = planned(DEEP, "auto", *on)
@@ -83,7 +83,11 @@ def test_a_time_limit_is_kept_over_both():
 # Computing blocks twice costs more than storing what they keep and reading it. Scanned, all of it
 # is also copied into stacks of all layers and back, which is predicted to cost more still.
 @pytest.mark.parametrize(
-    ("device", "scan", "fastest"), [("V100-32GB", False, "none"), ("H100", True, "minimal")]
+    ("device", "scan", "fastest"),
+    [
+        pytest.param("V100-32GB", False, "none", marks=pytest.mark.slow),
+        ("H100", True, "minimal"),
+    ],
 )
 def test_the_default_of_auto_is_never_slower_than_any(device, scan, fastest):
     on = (*f"gpt-125m --cluster 1x4x{device} --global-batch 32 --mesh 4".split(),)
@@ -259,7 +263,11 @@ def test_where_no_simple_plan_fits_the_first_whose_batch_may_fit_comes_first(mon
 
 @pytest.mark.parametrize(
     ("batch", "time_limit_s", "left_out"),
-    [(8, None, set(POLICIES[1:-1])), (9, None, set()), (8, 1e-9, set())],
+    [
+        (8, None, set(POLICIES[1:-1])),
+        (9, None, set()),
+        pytest.param(8, 1e-9, set(), marks=pytest.mark.slow),
+    ],
 )
 def test_beside_a_pipeline_no_policy_of_programs_is_searched_where_all_are_too_large(
     batch, time_limit_s, left_out, monkeypatch

@@ -61,7 +61,7 @@ def trained(sources):
     ("source", "method"),
     [
         ("mixture", "megatron:dp2,pp2"),
-        ("images", "megatron:dp2,pp2"),
+        pytest.param("images", "megatron:dp2,pp2", marks=pytest.mark.slow),
         pytest.param("mixture", "zero3", marks=pytest.mark.slow),
         pytest.param("images", "zero3", marks=pytest.mark.slow),
     ],

@@ -133,15 +133,22 @@ def test_no_collective_of_a_network_with_biases_grows_with_the_batch(x64):
     assert offenders(graphs) == ({}, len(LOSSES))
 
 
-def test_no_collective_of_a_step_grows_with_the_batch():
-    def graph(make):
-        step = make()
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([*STEPS][k::4], id=f"part {k}", marks=pytest.mark.slow if k else ())
+        for k in range(4)
+    ],
+)
+def test_no_collective_of_a_step_grows_with_the_batch(steps):
+    def graph(name):
+        step = STEPS[name]()
         return capture(step.fn, *shapes(step.args), **shapes(step.kwargs))
 
-    grow, looked_at = offenders({k: functools.partial(graph, v) for k, v in STEPS.items()})
+    grow, looked_at = offenders({name: functools.partial(graph, name) for name in steps})
     assert not grow
     # In the others examples depend on one another, or four devices do not divide them.
-    assert looked_at >= 0.8 * len(STEPS)
+    assert looked_at >= 0.7 * len(steps)
 
 
 @pytest.mark.slow
@@ -151,21 +158,30 @@ def test_no_collective_of_an_ordinary_step_grows_with_the_batch():
     assert looked_at >= 0.9 * len(ORDINARY)
 
 
-def test_no_collective_of_a_random_step_grows_with_the_batch(x64):
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(20), id="first"),
+        pytest.param(range(20, 60), id="rest", marks=pytest.mark.slow),
+    ],
+)
+def test_no_collective_of_a_random_step_grows_with_the_batch(seeds, x64):
     def graph(step):
         return capture(step.fn, step.state, step.batches[0])
 
-    steps = {step.text: step for step in map(random_step, range(60)) if not step.mixes}
+    steps = {step.text: step for step in map(random_step, seeds) if not step.mixes}
     grow, looked_at = offenders({k: functools.partial(graph, v) for k, v in steps.items()})
     assert not grow
     assert looked_at >= 0.7 * len(steps)
 
 
-def test_no_collective_of_random_passes_grows_with_the_batch():
-    # Among them are scans with norms over batches of several lengths, and new parameters that are
-    # evaluated.
-    steps = {text: made for text, *made in map(random_passes, (3, 5, 8, 9, 18, 27))}
-    assert offenders({k: functools.partial(capture, *v) for k, v in steps.items()}) == ({}, 6)
+# Among them are scans with norms over batches of several lengths, and new parameters that are
+# evaluated.
+@pytest.mark.parametrize("seeds", [(8, 27), pytest.param((3, 5, 9, 18), marks=pytest.mark.slow)])
+def test_no_collective_of_random_passes_grows_with_the_batch(seeds):
+    steps = {text: made for text, *made in map(random_passes, seeds)}
+    graphs = {k: functools.partial(capture, *v) for k, v in steps.items()}
+    assert offenders(graphs) == ({}, len(seeds))
 
 
 @pytest.mark.parametrize("model", ["gpt-125m", "llama-7b", "bert-base"])

@@ -111,7 +111,7 @@ def test_nothing_fast_enough_that_fits_is_too_slow(task, least_bytes):
         WholeProgram(faster_than_s=1e-9).solve(problem)
 
 
-@pytest.mark.parametrize("limit", [None, 3.0e6])
+@pytest.mark.parametrize("limit", [None, pytest.param(3.0e6, marks=pytest.mark.slow)])
 def test_the_fastest_way_to_recompute_is_that_of_a_search_of_all(limit, searches_all):
     step, args = built(layers=3, batch=48)
 

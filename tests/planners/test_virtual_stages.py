@@ -111,7 +111,7 @@ def test_chunks_without_a_layer_compute_what_the_plain_step_does(x64):
     assert_plain_numbers(work, plan, num_devices=8)
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize("clip_norm", [None, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_chunks_are_updated_early_where_that_takes_less_time(clip_norm, x64):
     work = llama(4, scan=False, dtype="float64", clip_norm=clip_norm)
     plan = planned("megatron:tp2,pp2,vpp2", work, "4xH100")

@@ -39,7 +39,7 @@ def submeshes(plan):
     [
         aq.Within(submeshes=((1, 2),)),
         aq.Within(submeshes=((1, 4),), meshes="data"),
-        aq.Within(without=("all-to-all",)),
+        pytest.param(aq.Within(without=("all-to-all",)), marks=pytest.mark.slow),
         aq.Within(without=("all-to-all", "all-gather")),
         aq.Within(replicated_parameters=False, batch_on_first_axis=True),
     ],
@@ -71,7 +71,12 @@ def test_one_program_is_a_stage_of_all_devices(within):
 
 
 @pytest.mark.parametrize(
-    "within", [aq.Within(replicated_parameters=False), aq.Within(imbalance=0.2)], ids=str
+    "within",
+    [
+        pytest.param(aq.Within(replicated_parameters=False), marks=pytest.mark.slow),
+        aq.Within(imbalance=0.2),
+    ],
+    ids=str,
 )
 def test_a_free_search_tries_one_micro_batch_where_a_restricted_one_does(within, monkeypatch):
     """Also for steps that are not small, whose program takes less than twice its compute."""
@@ -87,7 +92,7 @@ def test_forbidden_collectives_are_taken_without_the_restriction():
     assert "all-to-all" in kinds or "all-gather" in kinds
 
 
-@pytest.mark.parametrize("imbalance", [0.2, 0.5])
+@pytest.mark.parametrize("imbalance", [0.2, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_stages_are_as_balanced_as_is_asked_for(imbalance):
     within = aq.Within(submeshes=((1, 1), (1, 2)), imbalance=imbalance)
     plan = found(within, "4xV100-16GB", "small")

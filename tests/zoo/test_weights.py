@@ -181,7 +181,7 @@ def test_arrays_come_to_their_places_whatever_the_split(folder, mesh):
     assert max(asked) == 0.5 and min(asked) == 0.125
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_training_and_text_begin_with_them_under_any_plan(folder, scan, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 50)
