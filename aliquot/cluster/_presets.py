@@ -287,6 +287,7 @@ _MOST_IN_HOST = {
 }
 # Domains of NVLink are built of trays.
 _IN_TRAY = {"GB200": 4, "GB300": 4}
+_IN_TPU_HOST = (1, 2, 4, 8)
 _TENSOR_CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
 _DIGITS = 12
 _FORMS = (
@@ -380,6 +381,15 @@ def _slice_preset(text: str, generation: str, cores: int, asked: str) -> Cluster
     # Machines with up to 8 v5e or v6e chips are one host; larger slices are built of 4-chip hosts
     # (Google Cloud TPU documentation).
     is_one_host = generation in ("v5e", "v6e") and chips <= 8
+    if is_one_host and chips not in _IN_TPU_HOST:
+        fewer = max(n for n in _IN_TPU_HOST if n < chips)
+        more = min(n for n in _IN_TPU_HOST if n > chips)
+        raise ClusterError(
+            f"no slice of one host has {chips} chips",
+            asked=asked,
+            advice=f"Write {generation}-{fewer} or {generation}-{more}. Other machines are described"
+            " in a TOML file: docs/clusters.md.",
+        )
     per_host = chips if is_one_host else min(4, chips)
     if chips % per_host:
         raise ClusterError(

@@ -81,6 +81,7 @@ def test_more_devices_than_a_host_has_are_several_hosts(spec, taken_as):
         ("v5e-0", "empty"),
         ("v5p-7", "two to a chip"),
         ("v5e-18", "do not fill hosts"),
+        ("v6e-7", "no slice of one host has 7 chips.*\n?.*Write v6e-4 or v6e-8"),
         ("", "no preset"),
         ("-1xH100", "no preset"),
         ("2x2x2xH100", "no preset"),

@@ -2,6 +2,7 @@
 it away or change it; arrays that were altered on their way are refused.
 """
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -103,9 +104,9 @@ class Altering:
         self._connection.close()
 
 
-# In the number, the size and their proof; in the array and its proof.
-@pytest.mark.parametrize("position", [3, 7, 8, 12, 15, 16, 47, 48, 2000, 4047, 4048, 4079])
-def test_one_altered_bit_of_an_array_is_noticed(position):
+@contextlib.contextmanager
+def two_ends():
+    """The channels of two processes, which are threads here."""
     key, shared, all_here = new_secret(), {}, threading.Barrier(2)
 
     def channels_of(k):
@@ -121,8 +122,30 @@ def test_one_altered_bit_of_an_array_is_noticed(position):
         )
 
     with ThreadPoolExecutor(2) as pool:
-        sender, receiver = pool.map(channels_of, range(2))
+        ends = list(pool.map(channels_of, range(2)))
     try:
+        yield ends
+    finally:
+        for end in ends:
+            end.close()
+
+
+def test_closed_channels_leave_no_threads():
+    before = {*threading.enumerate()}
+    with two_ends() as (sender, receiver):
+        sender.send(1, lambda: [np.arange(4)])
+        receiver.receive(0, 32)
+        begun = {*threading.enumerate()} - before
+        assert any(thread.name == "aliquot-channel" for thread in begun)
+    for thread in begun:
+        thread.join(10)
+    assert not [thread for thread in begun if thread.is_alive()]
+
+
+# In the number, the size and their proof; in the array and its proof.
+@pytest.mark.parametrize("position", [3, 7, 8, 12, 15, 16, 47, 48, 2000, 4047, 4048, 4079])
+def test_one_altered_bit_of_an_array_is_noticed(position):
+    with two_ends() as (sender, receiver):
         array = np.arange(1000, dtype=np.float32)
         for _ in range(2):
             sender.send(1, lambda: [array[:1], array[1:]])
@@ -133,9 +156,6 @@ def test_one_altered_bit_of_an_array_is_noticed(position):
         sender.send(1, lambda: [array])
         with pytest.raises(ConnectionError, match="from process 0: an array was altered on its"):
             receiver.receive(0, 4000)
-    finally:
-        sender.close()
-        receiver.close()
 
 
 def test_nobody_waits_for_values_when_a_process_has_ended():

@@ -138,7 +138,7 @@ class _Outbox:
 
     def __init__(self, place: Place, hello: Sender, key: bytes) -> None:
         self._process = hello.to
-        self._waiting: queue.Queue[Parts] = queue.Queue(_UNSENT)
+        self._waiting: queue.Queue[Parts | None] = queue.Queue(_UNSENT)
         self._error: BaseException | None = None
         self._unsent = 0
         self._change = threading.Condition()
@@ -169,12 +169,17 @@ class _Outbox:
 
     def close(self) -> None:
         self._socket.close()
+        # The thread ends; one that is held up by a full queue meets the closed socket.
+        with suppress(queue.Full):
+            self._waiting.put_nowait(None)
 
     def _write(self) -> None:
         """Send the queued messages, in a thread of its own."""
         number = 0
         while True:
             parts = self._waiting.get()
+            if parts is None:
+                return
             # After an error messages are still taken from the queue, so that senders do not wait
             # for ever.
             if self._error is None:
