@@ -387,8 +387,8 @@ def _slice_preset(text: str, generation: str, cores: int, asked: str) -> Cluster
         raise ClusterError(
             f"no slice of one host has {chips} chips",
             asked=asked,
-            advice=f"Write {generation}-{fewer} or {generation}-{more}. Other machines are described"
-            " in a TOML file: docs/clusters.md.",
+            advice=f"Write {generation}-{fewer} or {generation}-{more}; other machines are"
+            " described in a TOML file: docs/clusters.md.",
         )
     per_host = chips if is_one_host else min(4, chips)
     if chips % per_host:
