@@ -421,6 +421,6 @@ def _inputs(
     for k, (path, value) in enumerate(zip(call.paths, input_values, strict=True)):
         inputs.append(Input(path=path, value=value, role=Role.OTHER, output=successors.get(k)))
     batch = batch_paths(
-        calling.names, [parts[0] for parts in call.parts], values, inputs, reach, trains
+        calling.names, [parts[0] for parts in call.parts], ops, values, inputs, reach, trains
     )
     return assign_roles(reach, ops, values, inputs, outputs, batch)

@@ -4,6 +4,7 @@ decides.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from collections import Counter
@@ -210,9 +211,78 @@ def assign_roles(
     return tuple(replace(item, role=role(item)) for item in inputs)
 
 
+class _Rows(enum.IntEnum):
+    """How the forward pass uses the rows of an array: the more, the less they are examples."""
+
+    EACH = 0
+    ONE_BY_ONE = 1
+    TOGETHER = 2
+
+
+def _uses_of_rows(
+    ops: Sequence[Op], values: Sequence[Value], starts: Sequence[ValueId]
+) -> dict[ValueId, _Rows]:
+    """How the forward pass uses the first dim of arrays: products contract that of weights, lookups
+    choose from that of a table, and scans run over that of stacked layers.
+    """
+    uses = dict.fromkeys(starts, _Rows.EACH)
+    # The arrays whose rows a value holds, and the dim of the value that they lie along.
+    holds: dict[ValueId, dict[ValueId, int]] = {start: {start: 0} for start in starts}
+    for op in ops:
+        if op.phase in (Phase.BACKWARD, Phase.UPDATE):
+            continue
+        for position, i in enumerate(op.inputs):
+            if not isinstance(i, int) or i not in holds:
+                continue
+            together = _dims_read_together(op, position, len(values[i].shape))
+            for start, dim in holds[i].items():
+                if dim in together:
+                    uses[start] = _Rows.TOGETHER
+                elif op.name == "scan_slice" and dim == 0:
+                    uses[start] = max(uses[start], _Rows.ONE_BY_ONE)
+                elif (after := _dim_after(op, dim, values)) is not None and op.outputs[0] >= 0:
+                    holds.setdefault(op.outputs[0], {})[start] = after
+    return uses
+
+
+def _dims_read_together(op: Op, position: int, num_dims: int) -> Sequence[int]:
+    """Dims of an operand of which each element of the result needs several entries, or chooses
+    one.
+    """
+    if op.name == "dot_general":
+        contracted: Sequence[int] = op.params["dimension_numbers"][0][position]
+        return contracted
+    if op.name == "gather" and position == 0:
+        chosen: Sequence[int] = op.params["dimension_numbers"].start_index_map
+        return chosen
+    # All dims of a convolution's kernel.
+    return range(num_dims) if op.name == "conv_general_dilated" and position == 1 else ()
+
+
+def _dim_after(op: Op, dim: int, values: Sequence[Value]) -> int | None:
+    """The dim of an operator's first result along which a dim of its operand lies, if it only moves
+    or casts elements; None otherwise.
+    """
+    match op.name:
+        case "transpose":
+            return int(op.params["permutation"].index(dim))
+        case "broadcast_in_dim":
+            return int(op.params["broadcast_dimensions"][dim])
+        case "concatenate":
+            return None if op.params["dimension"] == dim else dim
+        case "stack":
+            return dim + (op.params["axis"] <= dim)
+        case "scan_slice":
+            return dim - 1
+    sources, results = value_ids(op.inputs), value_ids(op.outputs)
+    is_alone = len(sources) == len(results) == 1
+    return dim if is_alone and values[sources[0]].shape == values[results[0]].shape else None
+
+
 def batch_paths(
     names: Sequence[str],
     arguments: Sequence[str],
+    ops: Sequence[Op],
     values: Sequence[Value],
     inputs: Sequence[Input],
     reach: Reach,
@@ -223,10 +293,11 @@ def batch_paths(
 
     These are arrays whose first dim has the batch's size, in arguments of which no array has a
     successor. The batch's size is the one on which all arrays of an argument agree; if there are
-    several such sizes, that of most arrays, and in a tie that of the last argument, because a batch
-    comes after the parameters. If nothing is trained, the first argument holds the parameters.
-    Random keys do not count for the size, but an array of one key for each example belongs to the
-    batch.
+    several such sizes, that of the arguments whose rows are least like those of weights (see
+    `_uses_of_rows`), then that of most arrays, and in a tie that of the last argument, because a
+    batch comes after the parameters. If nothing is trained, the first argument holds the
+    parameters. Random keys do not count for the size, but an array of one key for each example
+    belongs to the batch.
     """
     groups: dict[str, list[Input]] = {name: [] for name in names if name in set(arguments)}
     for name, item in zip(arguments, inputs, strict=True):
@@ -237,6 +308,7 @@ def batch_paths(
         fresh = [items for items in fresh if items is not first]
     # The size of each array by path, for each argument.
     sized: list[dict[str, int]] = []
+    value_of = {item.path: item.value for item in inputs}
     for items in fresh:
         sizes = {}
         for i in items:
@@ -244,6 +316,17 @@ def batch_paths(
                 sizes[i.path] = values[i.value].shape[0]
         sized.append(sizes)
     sized = [sizes for sizes in sized if len(set(sizes.values())) == 1] or sized
+    if len(sized) > 1:
+        uses = _uses_of_rows(ops, values, [value_of[path] for sizes in sized for path in sizes])
+        ranks = [max((uses[value_of[path]] for path in sizes), default=0) for sizes in sized]
+        least = [k for k, rank in enumerate(ranks) if rank == min(ranks)]
+        of_least = {size for k in least for size in sized[k].values()}
+        # An array of as many rows behind the batch may belong to it, such as nodes behind a graph.
+        sized = [
+            sizes
+            for k, sizes in enumerate(sized)
+            if k in least or (k > max(least) and set(sizes.values()) <= of_least)
+        ]
     # Reversed, because `Counter` returns the first of equally frequent sizes, not the last.
     votes = Counter(itertools.chain(*(sizes.values() for sizes in reversed(sized))))
     if not votes:

@@ -1,5 +1,5 @@
-"""Roles of integers: quantized weights are parameters as floating-point ones are; positions, masks,
-keys and permutations are not.
+"""Roles of inputs: quantized weights are parameters as floating-point ones are; positions, masks,
+keys and permutations are not, and frozen weights are no batch.
 """
 
 import jax
@@ -189,3 +189,81 @@ def test_other_integers_are_no_parameters(form):
     model = {"params": {"w": of(WIDTH, WIDTH)}, "n": integers}
     found = roles(step, model, of(ROWS, WIDTH))
     assert found == {"model.params.w": "parameter", "model.n": "other", "x": "batch"}
+
+
+def read_by_products(frozen, x):
+    for w in frozen.values():
+        x = jnp.tanh(x @ w.T.astype(x.dtype).T)
+    return x
+
+
+def read_by_a_scan(frozen, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack([*frozen.values()]))[0]
+
+
+def stacked(frozen, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w["a"] @ w["b"]), None), x, frozen)[0]
+
+
+def looked_up(frozen, x):
+    return x + sum(table[jnp.arange(len(x)) % 3] for table in frozen.values())
+
+
+def as_kernels(frozen, x):
+    for kernel in frozen.values():
+        x = jax.lax.conv_general_dilated(x[:, None], kernel, (1,), "SAME")[:, 0]
+    return x
+
+
+MANY = {
+    "products": (read_by_products, {k: of(8, 8) for k in "abc"}),
+    "a scan": (read_by_a_scan, {k: of(8, 8) for k in "abc"}),
+    "stacked layers": (stacked, {k: of(3, 8, 8) for k in "ab"}),
+    "tables": (looked_up, {k: of(32, 8) for k in "abc"}),
+    "kernels": (as_kernels, {k: of(1, 1, 3) for k in "abc"}),
+    # As many rows as examples.
+    "as long as the batch": (read_by_products, {k: of(8, 8) for k in "abc"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        *((name, "frozen first") for name in MANY),
+        # Arrays of as many rows that come behind the batch may belong to it.
+        *((name, "batch first") for name in MANY if name != "as long as the batch"),
+    ],
+)
+def test_frozen_weights_in_an_argument_of_their_own_are_no_batch(name, order):
+    """Even where they are more arrays than those of the batch."""
+    model, frozen = MANY[name]
+    rows = 8 if name == "as long as the batch" else 4
+
+    def step(w, frozen, batch):
+        def loss(w):
+            return jnp.square(model(frozen, batch["x"]) @ w - batch["y"]).mean()
+
+        value, slope = jax.value_and_grad(loss)(w)
+        return w - 0.1 * slope, value
+
+    def other_order(w, batch, frozen):
+        return step(w, frozen, batch)
+
+    batch = {"x": of(rows, 8), "y": of(rows, 8)}
+    if order == "frozen first":
+        found = roles(step, of(8, 8), frozen, batch)
+    else:
+        found = roles(other_order, of(8, 8), batch, frozen)
+    assert {found[f"frozen.{k}"] for k in frozen} == {"parameter"}
+    assert found["batch.x"] == found["batch.y"] == "batch"
+
+
+def test_nodes_of_a_graph_belong_to_the_batch():
+    """Although a product contracts their rows."""
+
+    def step(w, edges, nodes):
+        value, slope = jax.value_and_grad(lambda w: jnp.square(edges @ (nodes @ w)).mean())(w)
+        return w - 0.1 * slope, value
+
+    found = roles(step, of(8, 8), of(16, 16), of(16, 8))
+    assert found == {"w": "parameter", "edges": "batch", "nodes": "batch"}
