@@ -357,7 +357,7 @@ def plan_variants(
             raise _interrupted(simple_s, make) from stopped
         # Then pipelines are what is looked for. Nothing is known where the time was over, or the
         # devices cannot divide the batch.
-        is_known = have_equal_rows(task(variants[-1])) and not (limit and limit.is_over)
+        is_known = have_equal_rows(task(variants[0])) and not (limit and limit.is_over)
         no_program_fits = is_known and not simple_s
     ordered = _ordered(variants, simple_s, how, task)
     best, built, tried = None, ordered[0], list[dict[str, Any]]()
@@ -549,7 +549,7 @@ def _ordered(
 
     def can_fit(variant: Variant) -> bool:
         """False if the whole batch is too large, or what all variants keep from step to step."""
-        return task(variants[-1]).holds_state and not cannot_fit(task(variant).problem(1))
+        return task(variants[0]).holds_state and not cannot_fit(task(variant).problem(1))
 
     # Each keeps less than the one before it.
     first = variants[bisect.bisect_left(variants[:-1], True, key=can_fit)]

@@ -271,7 +271,7 @@ def _dim_after(op: Op, dim: int, values: Sequence[Value]) -> int | None:
         case "concatenate":
             return None if op.params["dimension"] == dim else dim
         case "stack":
-            return dim + (op.params["axis"] <= dim)
+            return dim + int(op.params["axis"] <= dim)
         case "scan_slice":
             return dim - 1
     sources, results = value_ids(op.inputs), value_ids(op.outputs)
