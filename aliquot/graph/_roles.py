@@ -260,8 +260,8 @@ def _dims_read_together(op: Op, position: int, num_dims: int) -> Sequence[int]:
 
 
 def _dim_after(op: Op, dim: int, values: Sequence[Value]) -> int | None:
-    """The dim of an operator's first result along which a dim of its operand lies, if it only moves
-    or casts elements; None otherwise.
+    """The dim of an operator's first result along which a dim of its operand lies, if it moves,
+    casts, scales or adds elements; None otherwise.
     """
     match op.name:
         case "transpose":
@@ -275,8 +275,9 @@ def _dim_after(op: Op, dim: int, values: Sequence[Value]) -> int | None:
         case "scan_slice":
             return dim - 1
     sources, results = value_ids(op.inputs), value_ids(op.outputs)
-    is_alone = len(sources) == len(results) == 1
-    return dim if is_alone and values[sources[0]].shape == values[results[0]].shape else None
+    shapes = {values[v].shape for v in (*sources, *results)}
+    has_one = len(sources) == 1 or op.name in ("add", "sub", "mul")
+    return dim if has_one and len(results) == len(shapes) == 1 else None
 
 
 def batch_paths(
