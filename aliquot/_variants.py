@@ -27,8 +27,8 @@ from .core import (
     collecting_seldom,
     counted,
     format_seconds,
-    nearest,
     recompute_parts,
+    unknown_recompute,
 )
 from .graph import Graph, capture, recompute_names, scans_over_layers, with_recomputation
 from .planners import (
@@ -183,7 +183,7 @@ def _refuse_recompute(graph: Graph, asked: str, names: Sequence[str]) -> None:
     """
     name, every = recompute_parts(asked)
     if name not in RECOMPUTE:
-        raise InputError(f"there is no recompute {name!r}: {nearest(name, RECOMPUTE)}")
+        raise InputError(unknown_recompute(name, RECOMPUTE))
     if every is None:
         raise InputError(
             f"recompute={asked!r}: the number after the colon must be at least 1; each layer of"

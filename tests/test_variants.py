@@ -251,6 +251,8 @@ def test_stages_that_recompute_are_never_called_without_recomputation(monkeypatc
     assert {stage.recompute for stage in ample.stages} == {"none"}
     with pytest.raises(aq.InputError, match="there is no recompute 'blok'.*block"):
         aq.plan(*build(**small), **options, recompute="blok")
+    with pytest.raises(aq.InputError, match="'nothing_saveable': write 'block', which keeps only"):
+        aq.plan(*build(**small), **options, recompute="nothing_saveable")
     for odd in (True, ["block"]):
         with pytest.raises(aq.InputError, match="is no name: give one of none, fused, minimal"):
             aq.plan(*build(**small), **options, recompute=odd)

@@ -39,6 +39,7 @@ from ._recompute import RECOMPUTE as RECOMPUTE
 from ._recompute import RECOMPUTE_AUTO as RECOMPUTE_AUTO
 from ._recompute import recompute_parts as recompute_parts
 from ._recompute import recompute_ways as recompute_ways
+from ._recompute import unknown_recompute as unknown_recompute
 from ._schema import faults_of as faults_of
 from ._text import broken as broken
 from ._text import counted as counted

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from ._errors import nearest
+
 RECOMPUTE = {
     "none": "keeps everything",
     "fused": "keeps the inputs and results of products, as Megatron and compiled PyTorch do",
@@ -29,6 +33,19 @@ FUSED_ATTENTION = (
 logarithms of the sums, which are kept wherever the results of products, or of attention, are.
 """
 
+_ELSEWHERE = {
+    # Megatron-LM, torchtitan and MaxText.
+    "full": "block",
+    "selective": "minimal",
+    "minimal_flash": "minimal",
+    "save_qkv_proj": "save_qkv",
+    "save_out_proj": "save_attention",
+    # jax.checkpoint_policies.
+    "nothing_saveable": "block",
+    "everything_saveable": "none",
+    "dots_with_no_batch_dims_saveable": "minimal",
+}
+
 RECOMPUTE_AUTO = "auto"
 """In place of a name: the fastest of them."""
 
@@ -42,6 +59,22 @@ def recompute_ways(*, has_attention: bool) -> tuple[str, ...]:
     ('none', 'fused', 'minimal', 'narrow', 'block')
     """
     return tuple(name for name in RECOMPUTE if has_attention or name not in _OF_ATTENTION)
+
+
+def unknown_recompute(name: str, known: Iterable[str]) -> str:
+    """What to say to a name that is none of these, which may be that of another system.
+
+    >>> unknown_recompute("full", ["none", "block"])
+    "there is no recompute 'full': write 'block', which keeps only what enters a block. Known: \
+none, block."
+    """
+    ours, names = _ELSEWHERE.get(name.casefold(), ""), list(known)
+    if ours not in names:
+        return f"there is no recompute {name!r}: {nearest(name, names)}"
+    listed = ", ".join(names)
+    return (
+        f"there is no recompute {name!r}: write {ours!r}, which {RECOMPUTE[ours]}. Known: {listed}."
+    )
 
 
 def recompute_parts(recompute: str) -> tuple[str, int | None]:

@@ -9,7 +9,7 @@ import contextvars
 from collections.abc import Callable
 from typing import Any
 
-from ..core import FUSED_ATTENTION, nearest, recompute_parts, recompute_ways
+from ..core import FUSED_ATTENTION, recompute_parts, recompute_ways, unknown_recompute
 
 MULTIPLIED = "multiplied"
 """The name of what linear layers multiply by their kernels."""
@@ -36,7 +36,7 @@ number recomputes."]
     name, every = recompute_parts(recompute)
     known = recompute_ways(has_attention=has_attention)
     if name not in known:
-        return [f"there is no recompute {name!r}: {nearest(name, known)}"]
+        return [unknown_recompute(name, known)]
     if every is None:
         return [
             f"recompute={recompute!r}: the number after the colon must be at least 1; each layer"

@@ -262,6 +262,10 @@ def test_a_wrong_cluster_file_lists_all_that_is_wrong(tmp_path):
             "there is no recompute 'all'",
         ),
         (
+            "plan gpt-125m --cluster 8xH100 --global-batch 8 --recompute full",
+            "write 'block', which keeps only what enters a block",
+        ),
+        (
             "plan gpt-125m --cluster 8xH100 --global-batch 8 --out no/such/plan.json",
             "there is no folder",
         ),
