@@ -65,6 +65,10 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     function, a flag, the settings of an Equinox module) are static: the plan holds only for these
     values.
 
+    Arguments, or parts of them, that the result has in the same form are state. Of the others, the
+    batch is that whose arrays have equally many rows; arrays whose rows products contract or
+    lookups choose from, such as frozen weights in an argument of their own, are parameters.
+
     Args:
         fn: the step: plain, jitted, or one that changes Flax NNX objects in place. Its errors come
             through unwrapped, with a note that says which arguments it was given.
