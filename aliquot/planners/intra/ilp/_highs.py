@@ -39,6 +39,8 @@ _STALLED_S = 15.0
 # work included.
 _PIVOTS_PER_CHECK_AND_ROW = 0.1
 
+# How far integer solutions may go beyond a limit, as a share of it.
+_BEYOND_LIMITS = 1e-9
 _INFEASIBLE = (
     highspy.HighsModelStatus.kInfeasible,
     highspy.HighsModelStatus.kUnboundedOrInfeasible,
@@ -365,6 +367,11 @@ def _load(program: Program, *, num_integer: int) -> tuple[highspy.Highs, float]:
     lp.col_upper_ = col_upper
     lp.row_lower_ = _finite(lower)
     lp.row_upper_ = _finite(upper)
+    if num_integer:
+        # From release 1.12 on, HiGHS does not end presolving where a limit is the least that can
+        # be met. This much is far below its tolerances.
+        is_limit = (lower == -np.inf) & (upper > 0) & np.isfinite(upper)
+        lp.row_upper_ = np.where(is_limit, upper * (1 + _BEYOND_LIMITS), lp.row_upper_)
     starts, indices, entries = _by_column(rows, columns, values, shape=(len(lower), len(cost)))
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     lp.a_matrix_.start_ = starts
