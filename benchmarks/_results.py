@@ -1,4 +1,5 @@
-"""What all benchmark scripts share: their options, eight virtual devices, and dated result files.
+"""What all benchmark scripts share: their options, eight virtual devices, and dated result files,
+which `pytest --report` writes, too.
 
 A script's answer goes into `results/<question>_<hardware>_<yyyy-mm>.json` with the machine, the
 versions and the command, and into a `.md` of the same name for readers. A quick run prints and
@@ -23,6 +24,8 @@ from typing import Any
 from aliquot import core
 
 RESULTS = Path(__file__).parent / "results"
+#: How result files name this machine, where it is not said.
+HARDWARE = f"cpu-{os.cpu_count()}core"
 _PACKAGES = ("aliquot", "jax", "jaxlib", "flax", "optax", "highspy", "numpy")
 _DEVICE_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
@@ -62,9 +65,7 @@ def options(
     parser.add_argument(
         "--quick", action="store_true", help="a small subset; prints, and writes no result file"
     )
-    parser.add_argument(
-        "--hardware", default=f"cpu-{os.cpu_count()}core", help="how result files name this machine"
-    )
+    parser.add_argument("--hardware", default=HARDWARE, help="how result files name this machine")
     for add in more:
         add(parser)
     return parser.parse_args(arguments)
@@ -103,7 +104,26 @@ class Report:
         """Print the answer and, unless the run was quick, write it. Returns an exit code: 1 if the
         bar was missed.
         """
-        facts: dict[str, Any] = {
+        facts = self.facts(
+            met=met,
+            command=["python", f"benchmarks/{self.name}.py", *sys.argv[1:]],
+            seconds=time.perf_counter() - self.started_s,
+        )
+        print(self._text(facts))
+        if not chosen.quick and not getattr(chosen, "only", ""):
+            path = self.write(facts, RESULTS, chosen.hardware)
+            print(f"Written: {path.relative_to(RESULTS.parents[1])} and .md", file=sys.stderr)
+        return int(met is False)
+
+    def facts(self, *, met: bool | None, command: Sequence[str], seconds: float) -> dict[str, Any]:
+        """What a result file says beside its tables.
+
+        Args:
+            met: whether the answer is as it should be; None where there is no bar.
+            command: the words that gave the answer.
+            seconds: how long it took.
+        """
+        return {
             "question": self.question,
             "bar": self.bar,
             "met": met,
@@ -111,22 +131,19 @@ class Report:
             "hardware": f"{cpu_name()}, {os.cpu_count()} cores, {memory_gib():.0f} GiB",
             "load_average": [round(x, 2) for x in os.getloadavg()],
             "versions": versions(),
-            "command": shlex.join(
-                ["python", f"benchmarks/{self.name}.py", *map(_relative, sys.argv[1:])]
-            ),
-            "seconds": round(time.perf_counter() - self.started_s, 1),
+            "command": shlex.join(map(_relative, command)),
+            "seconds": round(seconds, 1),
             "method": self.method,
             "summary": self.summary,
         }
-        text = self._text(facts)
-        print(text)
-        if not chosen.quick and not getattr(chosen, "only", ""):
-            path = RESULTS / f"{self.name}_{chosen.hardware}_{facts['date'][:7]}.json"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps({**facts, "tables": self.tables}, indent=1) + "\n")
-            path.with_suffix(".md").write_text(text)
-            print(f"Written: {path.relative_to(RESULTS.parents[1])} and .md", file=sys.stderr)
-        return int(met is False)
+
+    def write(self, facts: Mapping[str, Any], folder: Path, hardware: str) -> Path:
+        """Write both files into a folder. Returns the path of the `.json`."""
+        path = folder / f"{self.name}_{hardware}_{facts['date'][:7]}.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**facts, "tables": self.tables}, indent=1) + "\n")
+        path.with_suffix(".md").write_text(self._text(facts))
+        return path
 
     def _text(self, facts: Mapping[str, Any]) -> str:
         verdict = {True: "met", False: "MISSED", None: "no bar"}[facts["met"]]

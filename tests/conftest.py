@@ -39,6 +39,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("aliquot")
 
 
+# Tables of tests, where they are asked for.
+pytest_plugins = ["report_rows"]
+
+
 def pytest_addoption(parser):
     parser.addoption("--record", action="store_true", help="record the texts of tests/golden anew")
 

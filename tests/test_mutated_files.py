@@ -5,6 +5,9 @@ import os
 import sqlite3
 import sys
 import time
+import traceback
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from file_mutations import ANSWER, make_database, outcome
@@ -16,13 +19,60 @@ from aliquot.plans import Plan
 from aliquot.profiling import ProfileDatabase, check_database
 from aliquot.verification._cache import read_answer
 
+_KINDS = ("database", "cluster", "answer", "plan")
+_NUM_EACH = 250
+REPORT = {
+    "name": "mutated_files",
+    "question": "Profile databases, clusters, compilers' answers and plans with mistakes in them",
+    "bar": "no file ends in a traceback, and what is used of each is within the bounds declared",
+    "method": (
+        f"{_NUM_EACH} files of each kind, seeds 0 to {_NUM_EACH - 1}. A file is used, used without"
+        " the rows that cannot be right, refused with a message, or (a cached answer) asked for"
+        " again. Bounds are compared after reading; seconds are processor time."
+    ),
+    "largest": ["fault", "longest_s"],
+}
 
-@pytest.mark.parametrize("kind", ["database", "cluster", "answer", "plan"])
+
+@pytest.mark.parametrize("kind", _KINDS)
 def test_mutated_files_are_used_within_bounds_or_refused(kind, tmp_path):
     make_database(tmp_path / "original.sqlite")
     originals = [sample_plan().to_json()]
     found = {outcome(kind, seed, tmp_path, originals) for seed in range(1000, 1040)}
     assert len(found) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", _KINDS)
+def test_no_mutated_file_is_a_fault(kind, tmp_path, row):
+    make_database(tmp_path / "original.sqlite")
+    plans = sorted((Path(__file__).parent / "plans").glob("golden*.json"))
+    originals = [path.read_text() for path in plans]
+    counts, faults, longest_s = Counter(), [], 0.0
+    for seed in range(_NUM_EACH):
+        started_s = time.process_time()
+        try:
+            counts[outcome(kind, seed, tmp_path, originals)] += 1
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {error}"[:200]
+            faults.append(
+                {"seed": seed, "error": said, "at": f"{Path(last.filename).name}:{last.lineno}"}
+            )
+        longest_s = max(longest_s, time.process_time() - started_s)
+    row(
+        "Files",
+        kind=kind,
+        used=counts["used"],
+        used_in_part=counts["used in part"],
+        asked_for_again=counts["asked for again"],
+        refused=counts["refused"],
+        fault=len(faults),
+        longest_s=round(longest_s, 2),
+    )
+    for fault in faults:
+        row("Faults", kind=kind, **fault)
+    assert faults == []
 
 
 def test_rows_that_are_no_measurements_are_named_and_left_out(tmp_path):

@@ -62,6 +62,26 @@ def test_a_part_is_run_and_recorded(nightly, tmp_path, capfd):
     assert "1 failed, 2 passed" in capfd.readouterr().out
 
 
+def test_a_part_hands_the_folder_for_tables_on(nightly, tmp_path, monkeypatch):
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser): parser.addoption('--report')\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: later\n")
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.slow\n"
+        "def test_some(request):\n"
+        f"    assert request.config.getoption('--report') == {str(tmp_path)!r}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    files = [tmp_path / "test_some.py"]
+    found = [
+        nightly.run("some", files, tmp_path, python=sys.executable, report=report)["passed"]
+        for report in (Path("."), None)
+    ]
+    assert found == [1, 0]
+
+
 def test_a_part_that_does_not_exist_is_refused():
     done = subprocess.run(
         [sys.executable, ROOT / ".ci/nightly", "rnutime"],

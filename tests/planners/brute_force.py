@@ -286,9 +286,10 @@ def _conversion_s(
     num_bytes = edge.num_bytes * (
         _WIDE.get(edge.dtype, 1.0) if judge.target.widened_dtypes else 1.0
     )
-    # Of a collective that is combined with others, an array pays a part of the start.
+    # Of a collective that is combined with others, an array pays a part of the start: also gathers
+    # of new parameters at the end of a step are combined.
     starts = 1.0
-    if edge.beside_compute and edge.kind != "alias" and judge.target.combined_bytes:
+    if (edge.beside_compute or edge.kind == "alias") and judge.target.combined_bytes:
         starts = min(num_bytes / judge.target.combined_bytes, 1.0)
     seconds = 0.0
     for move in moves:

@@ -1,6 +1,4 @@
-"""One random problem planned and tried out: what the brute-force test and the benchmark both
-count.
-"""
+"""One random problem planned and tried out."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""What it costs to compare a call with those of other processes. Used by a test and a benchmark."""
+"""What it costs to compare a call with those of other processes."""
 
 import socket
 import threading

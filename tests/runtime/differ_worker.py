@@ -1,5 +1,5 @@
 """One of two processes that train together; process 1 differs in one thing. Run by
-`test_one_differs.py` and by a benchmark.
+`test_one_differs.py`.
 
 Usage: differ_worker.py PROCESS COUNT PORT RUNTIME KIND, with a kind of `differ_cases` as JSON. Each
 step is said as a line, and before process 1 differs, `FAULT`.

@@ -91,20 +91,21 @@ def all_cases() -> list[Case]:
     ]
 
 
-def covering(cases: Sequence[Case]) -> list[Case]:
+def covering(cases: Sequence[Any]) -> list[Any]:
     """A sample in which every pair of choices that occurs in `cases` occurs at least once, found
     greedily.
     """
-    open_pairs = {pair for case in cases for pair in _pairs(case)}
+    open_pairs = {pair for case in cases for pair in pairs(case)}
     chosen = []
     while open_pairs:
-        best = max(cases, key=lambda case: len(open_pairs.intersection(_pairs(case))))
-        open_pairs.difference_update(_pairs(best))
+        best = max(cases, key=lambda case: len(open_pairs.intersection(pairs(case))))
+        open_pairs.difference_update(pairs(best))
         chosen.append(best)
     return chosen
 
 
-def _pairs(case: Case) -> Iterator[tuple[Any, ...]]:
+def pairs(case: Any) -> Iterator[tuple[Any, ...]]:
+    """Every two choices that the case combines."""
     return itertools.combinations([(f.name, getattr(case, f.name)) for f in fields(case)], 2)
 
 

@@ -1,5 +1,5 @@
-"""One of several processes that train together until a fault comes. Run by `test_process_faults.py`
-and by a benchmark.
+"""One of several processes that train together until a fault comes. Run by
+`test_process_faults.py`.
 
 Usage: fault_worker.py PROCESS COUNT PORT CASE, with the case as JSON: its `kind` of fault, the
     `rank` that has it, its `moment`,

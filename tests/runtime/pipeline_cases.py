@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -92,24 +92,6 @@ def all_cases(models: Sequence[str] = ("tiny", *_MODELS)) -> list[Case]:
         for model, schedule, stages, mesh in every
         if not (model == "wide_resnet" and mesh == "unequal")
     ]
-
-
-def pairs(case: Case) -> Iterator[tuple[Any, ...]]:
-    """Every two choices that the case combines."""
-    return itertools.combinations([(f.name, getattr(case, f.name)) for f in fields(case)], 2)
-
-
-def covering(cases: Sequence[Case]) -> list[Case]:
-    """A sample in which every pair of choices that occurs in `cases` occurs at least once, found
-    greedily.
-    """
-    open_pairs = {pair for case in cases for pair in pairs(case)}
-    chosen = []
-    while open_pairs:
-        best = max(cases, key=lambda case: len(open_pairs.intersection(pairs(case))))
-        open_pairs.difference_update(pairs(best))
-        chosen.append(best)
-    return chosen
 
 
 def compare(case: Case) -> tuple[float, float, str]:

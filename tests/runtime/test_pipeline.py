@@ -8,11 +8,29 @@ import numpy as np
 import optax
 import pytest
 from graph.steps import STEPS
-from runtime.pipeline_cases import BAR, Case, all_cases, compare, covering, pairs
+from runtime.equality import covering, pairs
+from runtime.pipeline_cases import BAR, MICRO_BATCHES, NUM_STEPS, Case, all_cases, compare
 from runtime.pipelines import pipeline
 
 from aliquot.core import CaptureError, InputError
 
+REPORT = {
+    "name": "pipeline_equality",
+    "question": "Equality of pipelines and plain steps",
+    "bar": (
+        "float64, AdamW: loss and every leaf of the state within 1e-9 of the leaf's largest"
+        " magnitude"
+    ),
+    "method": (
+        f"{NUM_STEPS} steps in {MICRO_BATCHES} micro-batches and as many plain ones on one device,"
+        " from one state over the same batches; the largest difference of any loss and of any leaf"
+        " after the last step. The bias of the keys, whose gradient is rounding alone, is measured"
+        " on the scale of the queries' bias beside it. Wide-ResNet, whose BatchNorm sees one"
+        " micro-batch at a time, is compared with the SPMD program on the same independent parts."
+        " Machine code is not optimized. Deterministic: one run each."
+    ),
+    "largest": ["loss", "leaf"],
+}
 ROWS, WIDTH, WORDS = 8, 6, 10
 
 
@@ -253,27 +271,40 @@ def test_batches_that_do_not_divide_are_refused():
         pipeline(*(lambda s: (s.fn, *s.args))(STEPS["plain_batchnorm"]()), anywhere=True)
 
 
-# Every schedule, number of stages and mesh once, and a whole model; (slow) every pair of choices of
-# the whole table, which the benchmark runs.
+# Every schedule, number of stages and mesh once, and a whole model; (slow) all.
 _SAMPLE = covering(all_cases(["tiny"]))[:4]
 _MODELS = [Case(model="gpt", schedule="1f1b", stages=2, mesh="2")]
-_REST = [case for case in covering(all_cases()) if case not in [*_SAMPLE, *_MODELS]]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*_SAMPLE, *_MODELS, *(pytest.param(case, marks=pytest.mark.slow) for case in _REST)],
-    ids=str,
-)
+@pytest.mark.parametrize("case", [*_SAMPLE, *_MODELS], ids=str)
 def test_three_steps_of_a_pipeline_are_three_plain_steps(case):
     loss, leaf, path = compare(case)
     assert loss <= BAR, loss
     assert leaf <= BAR, (leaf, path)
 
 
-def test_the_sample_covers_every_choice():
-    quick, every = (
+@pytest.mark.slow
+@pytest.mark.parametrize("case", all_cases(), ids=str)
+def test_all_pipelines_are_plain_steps(case, row):
+    loss, leaf, path = compare(case)
+    row(
+        "Cases",
+        model=case.model,
+        schedule=case.schedule,
+        stages=case.stages,
+        mesh=case.mesh,
+        devices="+".join(map(str, case.sizes)),
+        loss=loss,
+        leaf=leaf,
+        worst_leaf=path,
+    )
+    assert loss <= BAR, loss
+    assert leaf <= BAR, (leaf, path)
+
+
+def test_every_choice_is_in_the_sample():
+    few, every = (
         {choice for case in cases for pair in pairs(case) for choice in pair}
         for cases in (_SAMPLE, all_cases(["tiny"]))
     )
-    assert quick == every
+    assert few == every
