@@ -19,9 +19,8 @@ _SEEDS = 110
 _PARTS = 5
 _NUM_EACH = 80
 _MOST = 1_000_000
-# HiGHS 1.15.1 does not end the presolving of these at the limit of the smallest peak.
+# At the limit of the smallest peak of these, presolving by HiGHS 1.12 to 1.15 would not end.
 _ENDLESS = (212, 275, 408)
-_ENDLESS_S = 20
 REPORT = {
     "name": "ilp_brute_force",
     "question": "Is the integer program's plan the best of all combinations of choices?",
@@ -50,7 +49,7 @@ def test_the_program_finds_the_optimum_of_brute_force(part):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_program_finds_the_optimum_of_many_problems(mesh, row):
     seeds = itertools.count(MESHES.index(mesh), len(MESHES))
-    every = (compare(seed, most=_MOST) for seed in seeds if seed not in _ENDLESS)
+    every = (compare(seed, most=_MOST) for seed in seeds)
     found = [*itertools.islice(filter(None, every), _NUM_EACH)]
     targets = Counter(c.target for c in found)
     tried = sorted(c.num_combinations for c in found)
@@ -73,19 +72,19 @@ def test_the_program_finds_the_optimum_of_many_problems(mesh, row):
     assert_optimal(found)
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(raises=subprocess.TimeoutExpired, strict=True)
 @pytest.mark.parametrize("seed", _ENDLESS)
-def test_the_solver_ends(seed, row):
-    row("Problems whose presolving does not end", seed=seed, seconds=f"more than {_ENDLESS_S}")
-    code = f"from planners.comparing import compare; compare({seed})"
-    path = os.pathsep.join(sys.path)
-    subprocess.run(
+def test_the_solver_ends(seed):
+    """In a process of its own, which can be stopped."""
+    code = f"from planners.comparing import compare; print(max(compare({seed}).differences) < 1e-9)"
+    done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=_ENDLESS_S,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=120,
         check=True,
+        capture_output=True,
+        text=True,
     )
+    assert done.stdout == "True\n"
 
 
 def assert_optimal(found):
