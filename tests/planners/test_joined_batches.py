@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,34 +12,91 @@ from runtime.joined_batches import LOSSES, real_size
 
 import aliquot as aq
 from aliquot.cluster import Cluster
-from aliquot.core import InputError
+from aliquot.core import InfeasibleError, InputError
 from aliquot.cost import make_problem, work_alike
 from aliquot.cost._alike import UPDATE
 from aliquot.graph import capture
+from aliquot.planners import Task
+
+_LARGEST = 0.02
+REPORT = {
+    "name": "joined_batches",
+    "question": "Work that is replicated where a step joins or regroups its batch",
+    "bar": f"at most {_LARGEST:.0%} of the predicted computing in every plan; no refusal",
+    "method": (
+        "Plans from shapes alone, one micro-batch; on 64 devices the batch is eight times as large."
+        " Replicated is computing that no axis of the mesh divides, by predicted seconds; the"
+        " update of state that a method keeps whole is left out. Deterministic: one run each."
+    ),
+    "largest": ["replicated"],
+}
+_METHODS = {
+    "dp": aq.DataParallel(),
+    "zero2": aq.Zero2Parallel(),
+    "zero3": aq.Zero3Parallel(),
+    "shard": aq.ShardParallel(),
+    "pipeline": aq.PipeshardParallel(num_stages=2),
+}
+_CLUSTERS = {"8xH100": 1, "8x8xH100": 8}
+# Refused although they fit. Behind rows that are joined the first axis of a stage's mesh splits
+# nothing, and its second has at most eight devices. Data parallelism splits nothing of
+# `token_groups` where there are as many groups as tokens in a sequence, as here: 1,024.
+_NOT_YET_PLANNED = {
+    ("preferences", "pipeline", "8x8xH100"),
+    ("views", "pipeline", "8x8xH100"),
+    ("token_groups", "pipeline", "8x8xH100"),
+    ("token_groups", "dp", "8x8xH100"),
+}
+_CASES = [
+    pytest.param(
+        *case,
+        marks=pytest.mark.xfail(raises=InfeasibleError, strict=True)
+        if case in _NOT_YET_PLANNED
+        else (),
+    )
+    for case in itertools.product(LOSSES, _METHODS, _CLUSTERS)
+]
 
 
-def replicated(name, method, cluster):
+def decided(name, method, cluster):
+    """How one step is run."""
+    graph, devices = captured(name, _CLUSTERS[cluster]), Cluster.preset(cluster)
+    if method == "pipeline":
+        task = Task(graph=graph, cluster=devices, num_micro_batches=1)
+        return _METHODS[method].decide(task)
+    return _METHODS[method].solve(make_problem(graph, devices))
+
+
+@functools.lru_cache(maxsize=2)
+def captured(name, times):
+    """The graph of a step at real size, with so many times the rows."""
+    return capture(*real_size(name, times=times))
+
+
+def replicated(decision):
     """Share of the computing that every device does alike; the update of whole state apart."""
-    problem = make_problem(capture(*real_size(name)), Cluster.preset(cluster))
-    (stage,) = method.solve(problem).stages
-    work = work_alike(stage.picked)
-    return sum(s for why, s in work.alike_s.items() if why != UPDATE) / work.total_s
+    works = [work_alike(stage.picked) for stage in decision.stages]
+    alike = sum(s for work in works for why, s in work.alike_s.items() if why != UPDATE)
+    return alike / sum(work.total_s for work in works)
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_data_parallelism_replicates_little(name):
-    assert replicated(name, aq.DataParallel(), "8xH100") < 0.02
-
-
-_METHODS = (aq.Zero2Parallel(), aq.Zero3Parallel(), aq.ShardParallel())
+    assert replicated(decided(name, "dp", "8xH100")) < _LARGEST
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "method"), [(name, _METHODS[k % 3]) for k, name in enumerate(LOSSES)]
-)
-def test_other_methods_replicate_little(name, method):
-    assert replicated(name, method, "8xH100") < 0.02
+@pytest.mark.parametrize(("name", "method", "cluster"), _CASES)
+def test_all_methods_replicate_little(name, method, cluster, row):
+    case = {"step": name, "method": method, "cluster": cluster}
+    try:
+        decision = decided(name, method, cluster)
+    except aq.AliquotError as error:
+        row("Plans", **case, refused=str(error).split("\n")[0])
+        raise
+    share, step_ms = replicated(decision), 1e3 * decision.step_time_s
+    row("Plans", **case, replicated=round(share, 4), step_ms=round(step_ms, 2), refused="")
+    assert share < _LARGEST
 
 
 def regroups(rows, group, width):
