@@ -135,18 +135,19 @@ def test_the_fastest_way_to_recompute_is_that_of_a_search_of_all(limit, searches
 def test_steps_that_recompute_share_what_micro_batches_leave_open(monkeypatch):
     from aliquot.sharding.micro_batches import _micro_batches
 
-    analysed, decomposes = [], _micro_batches._decomposes
+    analysed, of_parts = [], _micro_batches._analysed
 
-    def counted(graph, parts, on_missing_rule):
+    def counted(graph, parts, groups, on_missing_rule):
         analysed.append(parts)
-        return decomposes(graph, parts, on_missing_rule)
+        return of_parts(graph, parts, groups, on_missing_rule)
 
-    monkeypatch.setattr(_micro_batches, "_decomposes", counted)
+    monkeypatch.setattr(_micro_batches, "_analysed", counted)
     step, args = built()
     for way in Variant(step=step, args=args).ways_to_recompute(None):
         problem = way.task(_CLUSTER).problem(2)
         assert problem.runs_in_groups(2) == problem.runs_in_groups(2)
-    assert analysed == [4]
+    # The micro-batches themselves, and their shares, once for all ways to recompute.
+    assert analysed == [2, 4]
 
 
 def test_a_layout_of_other_devices_is_refused_before_the_step_is_traced():

@@ -138,6 +138,25 @@ def test_whether_a_step_decomposes_is_asked_without_a_refusal(loss_fn, monkeypat
     assert not runs_in_groups(graph, 3, 1)
 
 
+def test_a_step_that_decomposes_into_the_finest_parts_is_analysed_once(monkeypatch):
+    analysed, of_parts = [], _micro_batches._analysed
+
+    def counted(graph, parts, groups, on_missing_rule):
+        analysed.append(parts)
+        return of_parts(graph, parts, groups, on_missing_rule)
+
+    monkeypatch.setattr(_micro_batches, "_analysed", counted)
+    of_64 = jax.tree.map(lambda x: jax.ShapeDtypeStruct((64, *x.shape[1:]), x.dtype), BATCH)
+    graph = capture(sgd_on(lambda w, b: losses(w, b).mean()), W, of_64)
+    assert all(runs_in_groups(graph, count, 2) for count in (1, 2, 4, 8))
+    assert analysed == [32]
+    # A single example may be another program, and is asked for by itself.
+    assert runs_in_groups(graph, 64, 1) and analysed == [32, 64]
+    # Where the finest parts say no, others may still say yes.
+    graph = capture(sgd_on(batch_norm), W, of_64)
+    assert not runs_in_groups(graph, 4, 1) and analysed == [32, 64, 32, 4]
+
+
 def test_independent_micro_batches_are_advised_only_where_they_are_possible():
     def loss(w, b):
         h = b["x"] @ w
