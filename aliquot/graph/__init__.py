@@ -149,6 +149,7 @@ from ._types import Split as Split
 from ._types import StageId as StageId
 from ._types import Value as Value
 from ._types import ValueId as ValueId
+from ._types import result_shapes as result_shapes
 from ._types import value_ids as value_ids
 from ._wires import Wire as Wire
 from ._wires import wires_of as wires_of

@@ -8,14 +8,26 @@ import enum
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
 
-from ._rule import traits_of
+from ._rule import DimRule, declared_rule, traits_of
 from ._traits import Moves
-from ._types import Input, Literal, Op, Operand, Output, Phase, Role, Value, ValueId, value_ids
+from ._types import (
+    Input,
+    Literal,
+    Op,
+    Operand,
+    Output,
+    Phase,
+    Role,
+    Value,
+    ValueId,
+    result_shapes,
+    value_ids,
+)
 
 
 class Reach(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,55 +241,44 @@ def _uses_of_rows(
     # The arrays whose rows a value holds, and the dim of the value that they lie along.
     holds: dict[ValueId, dict[ValueId, int]] = {start: {start: 0} for start in starts}
     for op in ops:
-        if op.phase in (Phase.BACKWARD, Phase.UPDATE):
+        declare = declared_rule(op.name)
+        is_read = any(i in holds for i in value_ids(op.inputs))
+        if declare is None or not is_read or op.phase in (Phase.BACKWARD, Phase.UPDATE):
             continue
-        for position, i in enumerate(op.inputs):
-            if not isinstance(i, int) or i not in holds:
-                continue
-            together = _dims_read_together(op, position, len(values[i].shape))
-            for start, dim in holds[i].items():
-                if dim in together:
-                    uses[start] = _Rows.TOGETHER
-                elif op.name == "scan_slice" and dim == 0:
+        operands = [i if isinstance(i, Literal) else values[i] for i in op.inputs]
+        rule = declare(operands, result_shapes(op, values), op.params)
+        for i, dims in zip(op.inputs, rule.operands, strict=True):
+            for start, dim in holds.get(i, {}).items() if isinstance(i, int) else ():
+                kept = _places(dims[dim], op, rule)
+                if op.name == "scan_slice" and dim == 0:
                     uses[start] = max(uses[start], _Rows.ONE_BY_ONE)
-                elif (after := _dim_after(op, dim, values)) is not None and op.outputs[0] >= 0:
-                    holds.setdefault(op.outputs[0], {})[start] = after
+                elif rule.contracts and (not kept or i == _kernel(op)):
+                    uses[start] = _Rows.TOGETHER
+                elif not rule.contracts:
+                    for out, after in kept:
+                        holds.setdefault(out, {})[start] = after
     return uses
 
 
-def _dims_read_together(op: Op, position: int, num_dims: int) -> Sequence[int]:
-    """Dims of an operand of which each element of the result needs several entries, or chooses
-    one.
-    """
-    if op.name == "dot_general":
-        contracted: Sequence[int] = op.params["dimension_numbers"][0][position]
-        return contracted
-    if op.name == "gather" and position == 0:
-        chosen: Sequence[int] = op.params["dimension_numbers"].start_index_map
-        return chosen
-    # All dims of a convolution's kernel.
-    return range(num_dims) if op.name == "conv_general_dilated" and position == 1 else ()
+def _places(names: str, op: Op, rule: DimRule) -> list[tuple[ValueId, int]]:
+    """The results of an operator, and their dims, that have the factors of a dim of an operand."""
+    found = []
+    for out, dims in zip(op.outputs, rule.results, strict=True):
+        found += [(out, dim) for dim, other in enumerate(dims) if other == names and out >= 0]
+    return found
 
 
-def _dim_after(op: Op, dim: int, values: Sequence[Value]) -> int | None:
-    """The dim of an operator's first result along which a dim of its operand lies, if it moves,
-    casts, scales or adds elements; None otherwise.
-    """
-    match op.name:
-        case "transpose":
-            return int(op.params["permutation"].index(dim))
-        case "broadcast_in_dim":
-            return int(op.params["broadcast_dimensions"][dim])
-        case "concatenate":
-            return None if op.params["dimension"] == dim else dim
-        case "stack":
-            return dim + int(op.params["axis"] <= dim)
-        case "scan_slice":
-            return dim - 1
-    sources, results = value_ids(op.inputs), value_ids(op.outputs)
-    shapes = {values[v].shape for v in (*sources, *results)}
-    has_one = len(sources) == 1 or op.name in ("add", "sub", "mul")
-    return dim if has_one and len(results) == len(shapes) == 1 else None
+def _kernel(op: Op) -> Operand | None:
+    """What a convolution multiplies its images by, of which no dim is rows of examples."""
+    return op.inputs[1] if op.name == "conv_general_dilated" else None
+
+
+def _use_of_largest(
+    arrays: Sequence[ValueId], values: Sequence[Value], uses: Mapping[ValueId, _Rows]
+) -> int:
+    """How the rows of the largest of some arrays are used: biases and masks say less."""
+    most = max((_size(values[i]) for i in arrays), default=0)
+    return min((uses[i] for i in arrays if _size(values[i]) == most), default=0)
 
 
 def batch_paths(
@@ -319,7 +320,9 @@ def batch_paths(
     sized = [sizes for sizes in sized if len(set(sizes.values())) == 1] or sized
     if len(sized) > 1:
         uses = _uses_of_rows(ops, values, [value_of[path] for sizes in sized for path in sizes])
-        ranks = [max((uses[value_of[path]] for path in sizes), default=0) for sizes in sized]
+        ranks = [
+            _use_of_largest([value_of[path] for path in sizes], values, uses) for sizes in sized
+        ]
         least = [k for k, rank in enumerate(ranks) if rank == min(ranks)]
         of_least = {size for k in least for size in sized[k].values()}
         # An array of as many rows behind the batch may belong to it, such as nodes behind a graph.

@@ -15,7 +15,7 @@ import msgspec
 
 from ._rule import DimRule, Dims, declared_rule, traits_of
 from ._traits import Rewrite, same_parameters
-from ._types import Literal, Op, Value
+from ._types import Literal, Op, Value, result_shapes
 
 
 class Local(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,9 +45,7 @@ def local_rule(op: Op, values: Sequence[Value], rows: int) -> Local | None:
     if traits.on_rows is None or declare is None:
         return None
     operands = [i if isinstance(i, Literal) else values[i] for i in op.inputs]
-    results = []
-    for k, o in enumerate(op.outputs):
-        results.append(values[o].shape if o >= 0 else tuple(op.eqn.outvars[k].aval.shape))
+    results = result_shapes(op, values)
     shapes = [*(o.shape for o in operands), *results]
     if not any(shape[:1] == (rows,) for shape in shapes):
         return None

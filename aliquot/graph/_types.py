@@ -11,7 +11,7 @@ import enum
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NewType, TypeAlias, final
 
@@ -101,6 +101,14 @@ Operand: TypeAlias = ValueId | Literal
 def value_ids(operands: Iterable[Operand]) -> list[ValueId]:
     """The values among operands or results: neither literals nor `NO_VALUE`."""
     return [i for i in operands if type(i) is not Literal and i >= 0]
+
+
+def result_shapes(op: Op, values: Sequence[Value]) -> list[tuple[int, ...]]:
+    """Shapes of an operator's results, also of those that nothing reads."""
+    shapes = []
+    for k, out in enumerate(op.outputs):
+        shapes.append(values[out].shape if out >= 0 else tuple(op.eqn.outvars[k].aval.shape))
+    return shapes
 
 
 class Op(msgspec.Struct, frozen=True, kw_only=True, eq=False):

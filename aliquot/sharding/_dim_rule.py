@@ -5,7 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from ..core import InputError, MissingRuleError
-from ..graph import DimRule, Graph, HasShape, Literal, Op, Value, declared_rule, whole
+from ..graph import (
+    DimRule,
+    Graph,
+    HasShape,
+    Literal,
+    Op,
+    Value,
+    declared_rule,
+    result_shapes,
+    whole,
+)
 from ._infer import infer_rule
 
 _WITHOUT_RULE = ("infer", "error", "replicate")
@@ -36,13 +46,7 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule
             known = graph.constants[o]
             value = Literal(value=known, shape=value.shape, dtype=value.dtype)
         given.append(value)
-    results = []
-    for o, v in zip(
-        op.outputs,
-        op.eqn.outvars if op.eqn is not None else [None] * len(op.outputs),
-        strict=True,
-    ):
-        results.append(graph.values[o].shape if o >= 0 else tuple(v.aval.shape))
+    results = result_shapes(op, graph.values)
     fn = declared_rule(op.name)
     if fn is not None:
         return fn(given, results, op.params)

@@ -269,8 +269,22 @@ def test_nodes_of_a_graph_belong_to_the_batch():
     """Although a product contracts their rows."""
 
     def step(w, edges, nodes):
-        value, slope = jax.value_and_grad(lambda w: jnp.square(edges @ (nodes @ w)).mean())(w)
+        value, slope = jax.value_and_grad(lambda w: jnp.square((edges @ nodes) @ w).mean())(w)
         return w - 0.1 * slope, value
 
     found = roles(step, of(8, 8), of(16, 16), of(16, 8))
     assert found == {"w": "parameter", "edges": "batch", "nodes": "batch"}
+
+
+def test_a_mask_whose_rows_are_summed_by_a_product_belongs_to_the_batch():
+    def step(w, scales, batch):
+        def loss(w):
+            each = jnp.square(batch["x"] @ w - batch["y"]).mean(1)
+            return each @ batch["mask"] * scales.max()
+
+        value, slope = jax.value_and_grad(loss)(w)
+        return w - 0.1 * slope, value
+
+    batch = {"x": of(4, 8), "y": of(4, 8), "mask": of(4)}
+    found = roles(step, of(8, 8), of(3), batch)
+    assert {found[f"batch.{k}"] for k in batch} == {"batch"} and found["scales"] != "batch"

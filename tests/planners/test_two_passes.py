@@ -136,8 +136,8 @@ def test_no_collective_of_a_network_with_biases_grows_with_the_batch(x64):
 @pytest.mark.parametrize(
     "steps",
     [
-        pytest.param([*STEPS][k::4], id=f"part {k}", marks=pytest.mark.slow if k else ())
-        for k in range(4)
+        pytest.param([*STEPS][k::3], id=f"part {k}", marks=pytest.mark.slow if k else ())
+        for k in range(3)
     ],
 )
 def test_no_collective_of_a_step_grows_with_the_batch(steps):
@@ -148,7 +148,7 @@ def test_no_collective_of_a_step_grows_with_the_batch(steps):
     grow, looked_at = offenders({name: functools.partial(graph, name) for name in steps})
     assert not grow
     # In the others examples depend on one another, or four devices do not divide them.
-    assert looked_at >= 0.7 * len(steps)
+    assert looked_at >= 0.8 * len(steps)
 
 
 @pytest.mark.slow
