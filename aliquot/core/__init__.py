@@ -35,6 +35,7 @@ from ._other_systems import NAMES_ELSEWHERE as NAMES_ELSEWHERE
 from ._other_systems import refuse_arguments as refuse_arguments
 from ._ports import reserved_port as reserved_port
 from ._recompute import FUSED_ATTENTION as FUSED_ATTENTION
+from ._recompute import MAXTEXT_RECOMPUTE as MAXTEXT_RECOMPUTE
 from ._recompute import RECOMPUTE as RECOMPUTE
 from ._recompute import RECOMPUTE_AUTO as RECOMPUTE_AUTO
 from ._recompute import recompute_parts as recompute_parts

@@ -33,13 +33,26 @@ FUSED_ATTENTION = (
 logarithms of the sums, which are kept wherever the results of products, or of attention, are.
 """
 
-_ELSEWHERE = {
-    # Megatron-LM, torchtitan and MaxText.
+MAXTEXT_RECOMPUTE = {
+    "none": "none",
     "full": "block",
-    "selective": "minimal",
+    "minimal": "minimal",
     "minimal_flash": "minimal",
+    "minimal_with_context": "minimal",
     "save_qkv_proj": "save_qkv",
     "save_out_proj": "save_attention",
+    "qkv_proj_offloaded": "save_qkv",
+    "minimal_offloaded": "minimal",
+    "save_dot_except_mlp": "save_qkv",
+    "save_dot_except_mlpwi": "narrow",
+    "save_dot_with_context_except_mlp": "save_attention",
+}
+"""The way that is nearest to each of MaxText's policies. `full` is also Megatron-LM's and
+torchtitan's.
+"""
+
+_ELSEWHERE = {
+    **MAXTEXT_RECOMPUTE,
     # jax.checkpoint_policies.
     "nothing_saveable": "block",
     "everything_saveable": "none",

@@ -3,6 +3,7 @@ or searched, and the answers stay those of a search of all.
 """
 
 import pytest
+from sharding.analyses import record_analyses
 
 import aliquot as aq
 from aliquot import zoo
@@ -133,15 +134,7 @@ def test_the_fastest_way_to_recompute_is_that_of_a_search_of_all(limit, searches
 
 
 def test_steps_that_recompute_share_what_micro_batches_leave_open(monkeypatch):
-    from aliquot.sharding.micro_batches import _micro_batches
-
-    analysed, of_parts = [], _micro_batches._analysed
-
-    def counted(graph, parts, groups, on_missing_rule):
-        analysed.append(parts)
-        return of_parts(graph, parts, groups, on_missing_rule)
-
-    monkeypatch.setattr(_micro_batches, "_analysed", counted)
+    analysed = record_analyses(monkeypatch)
     step, args = built()
     for way in Variant(step=step, args=args).ways_to_recompute(None):
         problem = way.task(_CLUSTER).problem(2)

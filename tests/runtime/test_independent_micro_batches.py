@@ -118,10 +118,18 @@ def random_differences(seed, method, count):
     return off
 
 
-def refusal(error):
-    """The kind of a refusal."""
-    (kind,) = [kind for kind, words in _REFUSALS.items() if re.search(words, str(error))]
-    return kind
+def counted(found, differences_of, *case):
+    """The differences of a case, which is counted as equal, as different, or by the kind of its
+    refusal.
+    """
+    try:
+        differences = differences_of(*case)
+    except AliquotError as error:
+        (kind,) = [kind for kind, words in _REFUSALS.items() if re.search(words, str(error))]
+        found[kind] += 1
+        return None
+    found["differ" if differences else "equal"] += 1
+    return differences
 
 
 @pytest.mark.slow
@@ -134,13 +142,7 @@ def test_random_steps_are_the_definition(pair, count, row, x64):
         for seed in range(pair, _NUM_SEEDS, len(_PAIRS)):
             if (seed, method, count) in _ENDED_BY_XLA:
                 continue
-            try:
-                differences = random_differences(seed, method, count)
-            except AliquotError as error:
-                found[refusal(error)] += 1
-                continue
-            found["differ" if differences else "equal"] += 1
-            if differences:
+            if differences := counted(found, random_differences, seed, method, count):
                 off[seed, method] = differences
         row(
             "Random steps",
@@ -177,18 +179,16 @@ def test_named_losses_are_the_definition(name, row, x64):
     case, found, off = CASES[name](), Counter(), {}
     for count in (2, 4):
         want = two_steps(jax.jit(reference(case, count)), case)
-        for method in ("dp", "zero2", "zero3", "shard", "pipeline", "dp on one device"):
-            cluster = aq.Cluster.preset("1xcpu" if "one" in method else "8xcpu")
+
+        def differences_under(method, cluster, count=count, want=want):
             args = start(case), case.batch
-            try:
-                step = made(plain(case), args, method.split()[0], cluster, count)
-            except AliquotError as error:
-                found[refusal(error)] += 1
-                continue
-            differences = _differences(two_steps(step, case), want, 1e-9)
-            found["differ" if differences else "equal"] += 1
-            if differences:
-                off[method, count] = differences
+            step = made(plain(case), args, method, aq.Cluster.preset(cluster), count)
+            return _differences(two_steps(step, case), want, 1e-9)
+
+        on_eight = ((method, "8xcpu") for method in ("dp", "zero2", "zero3", "shard", "pipeline"))
+        for where in (*on_eight, ("dp", "1xcpu")):
+            if differences := counted(found, differences_under, *where):
+                off[where, count] = differences
     row(
         "Named losses",
         case=name,

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from sharding.analyses import record_analyses
 
 from aliquot.core import CaptureError, InputError
 from aliquot.graph import capture
@@ -139,13 +140,7 @@ def test_whether_a_step_decomposes_is_asked_without_a_refusal(loss_fn, monkeypat
 
 
 def test_a_step_that_decomposes_into_the_finest_parts_is_analysed_once(monkeypatch):
-    analysed, of_parts = [], _micro_batches._analysed
-
-    def counted(graph, parts, groups, on_missing_rule):
-        analysed.append(parts)
-        return of_parts(graph, parts, groups, on_missing_rule)
-
-    monkeypatch.setattr(_micro_batches, "_analysed", counted)
+    analysed = record_analyses(monkeypatch)
     of_64 = jax.tree.map(lambda x: jax.ShapeDtypeStruct((64, *x.shape[1:]), x.dtype), BATCH)
     graph = capture(sgd_on(lambda w, b: losses(w, b).mean()), W, of_64)
     assert all(runs_in_groups(graph, count, 2) for count in (1, 2, 4, 8))

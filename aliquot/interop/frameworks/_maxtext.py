@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...core import MAXTEXT_RECOMPUTE
 from ._settings import Settings
 from ._table import Words, model_named
 
@@ -14,20 +15,6 @@ _AXES = (
     *("tensor", "tensor_sequence", "pipeline", "expert"),
 )
 _WRITTEN = tuple(axis for axis in _AXES if axis not in ("sequence", "ulysses"))
-_RECOMPUTE = {
-    "none": "none",
-    "full": "block",
-    "minimal": "minimal",
-    "minimal_flash": "minimal",
-    "minimal_with_context": "minimal",
-    "save_qkv_proj": "save_qkv",
-    "save_out_proj": "save_attention",
-    "qkv_proj_offloaded": "save_qkv",
-    "minimal_offloaded": "minimal",
-    "save_dot_except_mlp": "save_qkv",
-    "save_dot_except_mlpwi": "narrow",
-    "save_dot_with_context_except_mlp": "save_attention",
-}
 _EXACT = ("none", "full", "minimal", "minimal_flash", "save_qkv_proj", "save_out_proj")
 _ATTENTION = {"all_gather": "gather", "ring": "ring", "ulysses": "ulysses"}
 
@@ -201,7 +188,7 @@ def _batch(words: Words, devices: int, data: int, pipeline: int) -> tuple[int | 
 def _recompute(words: Words) -> str:
     said = words.text("recompute")
     words.not_said("recompute", said)
-    found = _RECOMPUTE.get(said)
+    found = MAXTEXT_RECOMPUTE.get(said)
     if found is None:
         words.lost.append(f"{words.name('recompute')} = {said}: read as full")
         return "block"
@@ -282,7 +269,9 @@ def write(
     name, _, every = settings.recompute.partition(":")
     if every and int(every) > 1:
         lose(f"recompute {settings.recompute}: MaxText recomputes every layer alike")
-    pairs.append(("recompute", next(said for said, each in _RECOMPUTE.items() if each == name)))
+    pairs.append(
+        ("recompute", next(said for said, each in MAXTEXT_RECOMPUTE.items() if each == name))
+    )
     if settings.dtype == "fp8":
         pairs.append(("quantization", "fp8"))
     elif settings.dtype:
