@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -279,8 +279,12 @@ class _Search:
         rows = source.rows
         kept: dict[Place, int] = {}
         left_out: list[Place] = []
+        leading = set()
+        for place in itertools.chain(*link.arrays):
+            if self._holds_batch(place):
+                leading.add(self._letters(place)[0])
         for array in link.arrays:
-            chosen = max(array, key=lambda place: self._preference(place, rows))
+            chosen = max(array, key=lambda place: self._preference(place, rows, leading))
             if not self._elements(chosen):
                 continue
             size = self._rows_of(link, chosen, rows)
@@ -323,21 +327,34 @@ class _Search:
             rolls=known.rolls or rolls,
         )
 
-    def _preference(self, place: Place, rows: int) -> tuple[bool, bool, bool, int]:
+    def _holds_batch(self, place: Place) -> bool:
+        """True if it is known that a dim holds rows of the batch."""
+        elements = self._elements(place)
+        known = self.reached.get(self.sets.root(elements[0])) if elements else None
+        return known is not None and known.origin is None
+
+    def _preference(
+        self, place: Place, rows: int, leading: Set[str]
+    ) -> tuple[bool, bool, bool, bool, int]:
         """Order of the dims of an array as holders of the batch: of equal ones, the first.
 
         A dim of rows alone is preferred to one that they share with others, although it may have
-        fewer of them, as groups of several sequences have beside the tokens of each.
+        fewer of them, as groups of several sequences have beside the tokens of each; of two, that
+        which needs no exchange.
+
+        Args:
+            leading: major factors of the dims that hold the batch.
         """
         elements = self._elements(place)
         if not elements:
-            return False, False, False, 0
+            return False, False, False, False, 0
         root, size = self.sets.root(elements[0]), self.sizes[elements[0]]
-        known, part = self.reached.get(root), math.gcd(size, rows)
+        part = math.gcd(size, rows)
         return (
-            known is not None and known.origin is None,
+            self._holds_batch(place),
             root not in self.sequential,
             part == size and part >= _LEAST_PART * rows,
+            self._letters(place)[0] in leading,
             part,
         )
 
