@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..core import CaptureError, InputError, divisors
 from ..graph import (
     Graph,
     Layers,
@@ -146,16 +148,11 @@ def sketch_step(
             semantics=semantics,
             on_missing_rule=on_missing_rule,
         )
-    batch_dims = {}
-    for v, w in zip(part.values, graph.values):
-        if v.shape != w.shape and len(v.shape) == len(w.shape):
-            # A batch that is cut shortens one dim; the first that differs is taken for that.
-            batch_dims[v.index] = differing_dims(v.shape, w.shape)[0]
     return LayeredStep(
         graph=graph,
         part=part,
         layers=_layers(part, layers),
-        batch_dims=batch_dims,
+        batch_dims=_cut_dims(graph, part),
         # Nothing is combined, as the step does not run.
         num_micro_batches=num_micro_batches,
         combine={},
@@ -186,8 +183,25 @@ def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
 
 
 def batch_dims(graph: Graph) -> dict[ValueId, int]:
-    """The batch dim of each value, without micro-batches: dim 0 of all arrays whose first dim is as
-    long as the batch.
+    """The batch dim of each value, without micro-batches: the one that is shorter on a part of the
+    batch. Of a step that is another program there, or cannot be traced, it is dim 0 of all arrays
+    whose first dim is as long as the batch.
     """
     sizes = set(graph.batch_sizes)
+    if len(sizes) == 1 and min(sizes) > 1:
+        with contextlib.suppress(CaptureError, InputError):
+            part = trace_part(graph, divisors(min(sizes))[1])
+            if len(part.values) == len(graph.values):
+                return _cut_dims(graph, part)
     return {v.index: 0 for v in graph.values if v.shape and v.shape[0] in sizes}
+
+
+def _cut_dims(graph: Graph, part: Graph) -> dict[ValueId, int]:
+    """For each value that is shorter on a part of the batch, the dim along which it is: the first
+    that differs.
+    """
+    dims = {}
+    for v, w in zip(part.values, graph.values, strict=True):
+        if v.shape != w.shape and len(v.shape) == len(w.shape):
+            dims[v.index] = differing_dims(v.shape, w.shape)[0]
+    return dims
