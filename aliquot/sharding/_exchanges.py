@@ -37,6 +37,9 @@ _SEQUENTIAL = ("scan_slice", "scan_stack", "dynamic_slice", "dynamic_update_slic
 # Of an operator that cuts a batch, a part with fewer rows than this share of it is no batch: it
 # would keep the batch from being split further.
 _LEAST_PART = 0.25
+# Of two dims that could hold the batch, one without an exchange is preferred if it has at least
+# so many rows; with fewer, rows count more, since they limit how many devices may split the batch.
+_MANY_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -335,25 +338,26 @@ class _Search:
 
     def _preference(
         self, place: Place, rows: int, leading: Set[str]
-    ) -> tuple[bool, bool, bool, bool, int]:
+    ) -> tuple[bool, bool, bool, int, bool, int]:
         """Order of the dims of an array as holders of the batch: of equal ones, the first.
 
         A dim of rows alone is preferred to one that they share with others, although it may have
-        fewer of them, as groups of several sequences have beside the tokens of each; of two, that
-        which needs no exchange.
+        fewer of them, as groups of several sequences have beside the tokens of each; of two with
+        many rows, that which needs no exchange.
 
         Args:
             leading: major factors of the dims that hold the batch.
         """
         elements = self._elements(place)
         if not elements:
-            return False, False, False, False, 0
+            return False, False, False, 0, False, 0
         root, size = self.sets.root(elements[0]), self.sizes[elements[0]]
         part = math.gcd(size, rows)
         return (
             self._holds_batch(place),
             root not in self.sequential,
             part == size and part >= _LEAST_PART * rows,
+            min(part, _MANY_ROWS),
             self._letters(place)[0] in leading,
             part,
         )
