@@ -183,6 +183,22 @@ def test_the_whole_batch_tells_which_micro_batches_are_too_large(monkeypatch):
     assert 1 in made and 2 not in made
 
 
+def test_the_finest_micro_batches_are_not_looked_at_where_the_next_are_likely_to_fit(monkeypatch):
+    made = []
+
+    def counted(graph, cluster, **options):
+        made.append(options["num_micro_batches"])
+        return make_problem(graph, cluster, **options)
+
+    step, *args = build()
+    asked = {"num_micro_batches": 2, "method": aq.Zero3Parallel(), "cluster": CLUSTER}
+    limit_bytes = aq.plan(step, *args, **asked).prediction.peak_memory_bytes * 0.9
+    monkeypatch.setattr(_base, "make_problem", counted)
+    (variant,) = _variants.Variant(step=step, args=tuple(args)).ways_to_recompute("none")
+    found = simple_plan(variant.task(CLUSTER, memory_limit_bytes=limit_bytes))
+    assert found.num_micro_batches == 4 and made == [1, 2, 4]
+
+
 def test_any_number_of_ways_in_their_order(monkeypatch):
     made, seconds = [], {16: 5.0, 8: 1e3, 4: 2.0}
 

@@ -283,6 +283,7 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
     refused = list[int]()
     # Numbers below `fewest` are not solved, but the problem of one tells of the sizes of others.
     made = [task.problem(1)] if 1 in every and fewest > 1 else []
+    too_large: dict[int, InfeasibleError] = {}
 
     def solved(count: int, *, most_methods: int | None = None) -> Decision | None:
         problem = task.problem(count)
@@ -296,13 +297,14 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
                 found = faster(found, method.solve(problem, task.progress))
             except InputError:
                 continue
-            except InfeasibleError:
+            except InfeasibleError as error:
                 if found is None:
                     # The others keep more than the first.
+                    too_large[count] = error
                     return None
         return found
 
-    for count in counts:
+    for k, count in enumerate(counts):
         # Problems are not made where another shows their size.
         if any(count % n == 0 for n in refused) or any(is_too_large(p, count) for p in made):
             continue
@@ -318,6 +320,8 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
         if best is not None:
             return best
         finest = counts[-1]
+        if count in too_large and _may_fit(too_large[count], count, counts[k + 1 :][:1]):
+            continue
         if len(made) == 2 and fewest == 1 and count != finest:
             # Nothing fits where the finest micro-batches do not, with what keeps least.
             if not task.decomposes(finest):
@@ -327,6 +331,16 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
                 if solved(finest, most_methods=1) is None and have_equal_rows(task):
                     return None
     return None
+
+
+def _may_fit(refusal: InfeasibleError, count: int, following: Sequence[int]) -> bool:
+    """True if what was refused with `count` micro-batches probably fits with the number that
+    follows it, if one does: activations shrink with micro-batches, all else stays as large.
+    """
+    if not following or refusal.required_bytes is None or refusal.available_bytes is None:
+        return False
+    less_bytes = refusal.parts.get("activations", 0.0) * (1 - count / following[0])
+    return refusal.required_bytes - less_bytes <= refusal.available_bytes
 
 
 def _simple_methods(cluster: Cluster, rows: int) -> list[AbstractMethod]:
