@@ -99,28 +99,35 @@ def analyze(
         say.finish(answer)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SegmentMeasuring(MeasuringOptions):
+    """The options of measuring the programs of segments."""
+
+    devices: Devices = None
+    early_stop: float = option(
+        "Do not repeat a program that takes so many times the best of its segment.", 1.5, min=1
+    )
+
+
 def profile(
     model: ModelName,
     database: Database,
     model_options: ModelOptions,
     segments: SegmentOptions,
-    measuring: MeasuringOptions,
+    measuring: _SegmentMeasuring,
     launch_options: LaunchOptions,
-    devices: Devices = None,
-    early_stop: float = option(
-        "Do not repeat a program that takes so many times the best of its segment.", 1.5, min=1
-    ),
     as_json: Json = False,
 ) -> None:
     """Measure every combination of options of every distinct segment, most promising first, and
     list their times and memory. Run it again to go on.
     """
     with session(as_json) as say:
-        part, timing = read_share(measuring.share), measuring.timing(early_stop=early_stop)
-        if measured_by_others(launch_options, devices, say):
+        part = read_share(measuring.share)
+        timing = measuring.timing(early_stop=measuring.early_stop)
+        if measured_by_others(launch_options, measuring.devices, say):
             return
         with joined(launch_options, ends_at_signals=True):
-            asked = _ask_here(model, devices, model_options, segments)
+            asked = _ask_here(model, measuring.devices, model_options, segments)
             from ..profiling import (
                 describe_combinations,
                 leads,
