@@ -23,7 +23,7 @@ LLAMA_70B = {
 }
 MEASURED = [
     ({"tensor": 2}, 4096, 60.68),
-    ({"tensor": 4}, 4096, 39.07),
+    pytest.param({"tensor": 4}, 4096, 39.07, marks=pytest.mark.slow),
     ({"tensor": 8}, 4096, 28.29),
     ({"context": 8}, 131072, 147.99),
 ]

@@ -107,7 +107,7 @@ def test_the_cheapest_way_is_taken():
 @pytest.mark.parametrize(
     ("name", "cluster", "shape"),
     [
-        ("megatron:dp2,cp2,pp2", "8xH100", (2, 2)),
+        pytest.param("megatron:dp2,cp2,pp2", "8xH100", (2, 2), marks=pytest.mark.slow),
         # The ring crosses hosts, tensor parallelism does not.
         ("megatron:dp1,cp4,tp4,pp2,ring", "4x8xH100", (4, 4)),
     ],
@@ -170,7 +170,7 @@ def test_accumulators_of_gradients_that_wait_are_whole(name):
 @pytest.mark.parametrize(
     ("micro_batches", "mesh", "entered"),
     [
-        (1, (2, 4), []),
+        pytest.param(1, (2, 4), [], marks=pytest.mark.slow),
         # Four rows on as many devices, which split the batch rather than the sequence.
         (2, (4,), []),
         (4, (4,), ["shard, x only for the sequence"]),

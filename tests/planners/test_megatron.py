@@ -180,13 +180,11 @@ def test_tensor_parallelism_takes_the_other_devices_for_data():
 @pytest.mark.parametrize(
     "name",
     [
-        "tp:2",
         "tp:4",
-        "tp:8",
         "megatron:dp2,tp4,zero1",
         "megatron:dp4,tp2,fsdp",
         "hsdp:4",
-        "zero2:8",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp:2", "tp:8", "zero2:8")),
     ],
 )
 def test_auto_is_never_slower(name):

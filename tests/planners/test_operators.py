@@ -85,7 +85,7 @@ def _drawn(batch, key):
     [
         ("gpt", 4, 6),
         pytest.param("wide-resnet", 1, 3, marks=pytest.mark.slow),
-        ("mlp", 4, 4),
+        pytest.param("mlp", 4, 4, marks=pytest.mark.slow),
     ],
 )
 def test_stages_between_operators_give_the_numbers_of_the_plain_step(

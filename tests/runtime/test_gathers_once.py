@@ -246,7 +246,7 @@ def model(name):
     ("name", "layout", "axes"),
     [
         ("llama-7b", "megatron:dp4,cp2", ("data", "context")),
-        ("llama-7b", "megatron:dp1,cp4,tp2", ("context",)),
+        pytest.param("llama-7b", "megatron:dp1,cp4,tp2", ("context",), marks=pytest.mark.slow),
         ("moe-380m", "megatron:dp2,ep4", ("data",)),
         ("llama-7b", "megatron:dp2,cp2,pp2", ("data", "context")),
     ],

@@ -39,7 +39,6 @@ REPORT = {
 _SHORT = [
     ("program", "other random bits"),
     ("pipeline", "other learning rate"),
-    ("pipeline", "half a batch once"),
     ("program", "stops early"),
 ]
 

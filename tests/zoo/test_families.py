@@ -341,7 +341,7 @@ METHODS = {
         pytest.param("wide-resnet-250m", "shard 4x2", 1, marks=pytest.mark.slow),
         pytest.param("unet-470m", "zero3", 2, marks=pytest.mark.slow),
         ("unet-470m", "shard 2", 1),
-        ("unet-470m", "pipeline", 4),
+        pytest.param("unet-470m", "pipeline", 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_plan_computes_the_numbers_of_the_plain_step(name, method, micro_batches, x64):

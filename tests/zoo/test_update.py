@@ -138,7 +138,9 @@ def test_scale_doubles_after_enough_finite_steps():
     assert float(update.scale(state | {"loss_scale": twice}, jnp.float32(2.0))) == 2.0**17
 
 
-@pytest.mark.parametrize("name", ["dp", "zero2", "megatron:dp2,tp2,pp2"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("dp", marks=pytest.mark.slow), "zero2", "megatron:dp2,tp2,pp2"]
+)
 def test_a_master_copy_under_plans(name):
     """Sums of 16-bit gradients over devices round as those of the plain step."""
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "seq_len": 16}
