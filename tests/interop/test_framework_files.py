@@ -165,6 +165,22 @@ def test_deepspeed_with_a_model_and_overrides(tmp_path):
     assert (found.settings.name, found.settings.global_batch) == ("hsdp:4", 128)
 
 
+def test_deepspeed_with_comments(tmp_path):
+    """DeepSpeed reads its files as Hjson."""
+    text = """{ // ZeRO
+        "train_batch_size": 64, /* of all
+           ranks */ "steps_per_print": 5,
+        "zero_optimization": {
+            "stage": 3,  # the whole state
+            "offload_param": {"device": "cpu", "nvme_path": "/*not//a comment*/"},
+        },
+    }"""
+    found = read_settings([_written(tmp_path, "ds.json", text)], num_devices=8)
+    assert (found.settings.name, found.settings.global_batch) == ("fsdp", 64)
+    assert "offload_param.device (ds.json:6) = cpu" in found.lost[0]
+    assert not found.unknown
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -172,6 +188,12 @@ def test_deepspeed_with_a_model_and_overrides(tmp_path):
         ("a.yaml", "- 1\n- 2\n", "holds no names"),
         ("a.yaml", "a: [1", "is not YAML"),
         ("a.json", "{,", "is not JSON"),
+        (
+            "a.json",
+            '{\n"a": 1,\n"b" 2}',
+            "a.json is not JSON: line 3: while parsing a flow mapping",
+        ),
+        ("a.json", "{" + '"/*' * 100_000, "is not JSON"),
         ("a.toml", "a = ", "is not TOML"),
         ("a.py", "def (", "is not Python"),
         ("a.py", "x = 1\n", "no settings of a known framework"),
