@@ -165,6 +165,17 @@ def test_deepspeed_with_a_model_and_overrides(tmp_path):
     assert (found.settings.name, found.settings.global_batch) == ("hsdp:4", 128)
 
 
+def test_a_slip_of_the_pen_is_told_what_it_may_stand_for(tmp_path):
+    settings = {"zero_optimisation": {"stage": 3}, "train_batch_size": 64, "my_own_setting": 1}
+    path = _written(tmp_path, "ds.json", json.dumps(settings))
+    misspelt, own = read_settings([path], num_devices=8).unknown
+    assert misspelt.endswith("is not priced. Did you mean zero_optimization.stage?")
+    assert own.endswith("is not priced")
+    text = "run --tensor_model_paralel-size 4 --num-layers 8"
+    (misspelt,) = read_settings([_written(tmp_path, "a.sh", text)], num_devices=8).unknown
+    assert misspelt.endswith("Did you mean tensor-model-parallel-size?")
+
+
 def test_deepspeed_with_comments(tmp_path):
     """DeepSpeed reads its files as Hjson."""
     text = """{ // ZeRO
