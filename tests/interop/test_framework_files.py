@@ -165,6 +165,24 @@ def test_deepspeed_with_a_model_and_overrides(tmp_path):
     assert (found.settings.name, found.settings.global_batch) == ("hsdp:4", 128)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "devices", "hosts"),
+    [
+        ("a.sh", "torchrun --nnodes=$N --nproc_per_node $EACH a.py --num-layers 8\n", None, None),
+        ("a.sh", "N=4\ntorchrun --nnodes $N --nproc-per-node 8 a.py --num-layers 8\n", 32, 4),
+        ("a.sh", "torchrun --nproc_per_node 4 a.py --num-layers 8\n", 4, 1),
+        ("a.sh", "torchrun --nproc_per_node gpu a.py --num-layers 8\n", None, None),
+        ("a.yaml", "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 16\n", 16, 2),
+    ],
+)
+def test_devices_of_the_run(tmp_path, name, text, devices, hosts):
+    path = _written(tmp_path, name, text)
+    found = read_settings([path], num_devices=64)
+    assert (found.num_devices, found.num_hosts) == (devices, hosts)
+    remark = f"the run has 64 devices; the files say {devices}"
+    assert (remark in found.assumed) == (devices is not None)
+
+
 def test_a_slip_of_the_pen_is_told_what_it_may_stand_for(tmp_path):
     settings = {"zero_optimisation": {"stage": 3}, "train_batch_size": 64, "my_own_setting": 1}
     path = _written(tmp_path, "ds.json", json.dumps(settings))

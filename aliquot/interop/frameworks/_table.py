@@ -17,6 +17,8 @@ from ._syntax import Setting, Text, Unknown
 
 # Values of settings that a plan has, too.
 _USUAL = ("default_adamw", "cudnn_flash_te", "flash", "fused", "alltoall", "autoselected")
+# Words for how many devices a run has.
+_DEVICES = ("world", "hosts", "devices_per_host")
 # How alike two names are of which one is a slip of the pen for the other.
 _A_SLIP = 0.92
 
@@ -183,6 +185,8 @@ class Words:
                 self._sort(setting, own if text.kind != "python" else None)
         layout = set(self.table.layout.values())
         for word, why in self.open.items():
+            if word in _DEVICES:
+                continue  # Whoever reads the file says these.
             if word in layout and word not in self.said:
                 self.faults.append(f"{why}: give it as NAME=VALUE")
             elif word not in ("model", "tokenizer"):
@@ -237,6 +241,16 @@ class Words:
             else:
                 of, meant = f"{table.title} has none in its table", _similar(name, table)
             self.unknown.append(f"{shown}: {of}; what it does is not priced{meant}")
+
+    def run(self) -> tuple[int | None, int | None]:
+        """Devices and hosts of the whole run; None for what is not said as a number."""
+        world, hosts, each = (
+            setting.value if setting is not None and type(setting.value) is int else None
+            for setting in map(self.said.get, _DEVICES)
+        )
+        if each and "hosts" not in self.said and "hosts" not in self.open:
+            hosts = 1
+        return world or (hosts * each if hosts and each else None), hosts
 
     def name(self, word: str) -> str:
         """What the file, or else the framework, calls a word, with its place."""
