@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,8 @@ def evaluator(
             specs=_specs(step, evaluate, state, batch),
             mesh_shape=stage.mesh_shape,
             axis_names=stage.axis_names,
+            # Arrays that only the evaluation combines element by element need to be split alike.
+            where_possible=True,
         ),
         num_micro_batches=step.plan.num_micro_batches,
     )
@@ -62,7 +65,9 @@ def evaluator(
 def _specs(
     step: Step, evaluate: Callable[[Any, Any], Any], state: Any, batch: Any
 ) -> dict[str, Sequence[Any]]:
-    """For each array of `evaluate` that the step takes too, how the step's plan splits it."""
+    """For each array of `evaluate` that the step takes too, how the step's plan splits it; the
+    largest first.
+    """
     from .runtime import argument_of
 
     call = calling_of(evaluate, (state, batch), {})
@@ -74,7 +79,7 @@ def _specs(
             places[name] = f"{parameter}[{k}]" if len(arguments) > 1 else parameter
     found: dict[str, Sequence[Any]] = {}
     specs = partition_specs(step.plan)
-    for item in step.plan.inputs:
+    for item in sorted(step.plan.inputs, key=lambda item: -math.prod(item.shape)):
         name = argument_of(item.path)
         path = places.get(name, "") + item.path.removeprefix(name)
         if given.get(path) == item.shape:

@@ -79,6 +79,39 @@ def test_a_state_of_any_structure(x64):
     step(placed, batch)
 
 
+def train_normed(state, batch):
+    """Batch normalization, whose running variance training only updates."""
+    x, y = batch
+
+    def loss_of(params):
+        hidden = x @ params["up"]
+        variance = jnp.mean(hidden**2, axis=0)
+        hidden = hidden * jax.lax.rsqrt(variance + 1e-5) * params["scale"]
+        return jnp.mean((hidden @ params["down"] - y) ** 2), variance
+
+    params = state["params"]
+    (loss, variance), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+    return {"params": params, "variance": 0.9 * state["variance"] + 0.1 * variance}, loss
+
+
+def evaluate_normed(state, batch):
+    params, (x, y) = state["params"], batch
+    scale = jax.lax.rsqrt(state["variance"] + 1e-5) * params["scale"]
+    return {"loss": jnp.mean(((x @ params["up"] * scale) @ params["down"] - y) ** 2)}
+
+
+def test_arrays_that_only_the_evaluation_combines(x64):
+    """The step may split them otherwise."""
+    params, _, x, y = given()
+    params["scale"], variance = np.full(4 * WIDTH, 2.0), np.linspace(0.5, 1.5, 4 * WIDTH)
+    state, batch = {"params": params, "variance": variance}, (x, y)
+    step = aq.parallelize(train_normed, method=aq.Zero3Parallel()).prepare(state, batch)
+    assert step.shardings["state.params.scale"] != step.shardings["state.variance"]
+    evaluate = aq.evaluator(step, evaluate_normed, state, batch)
+    alike(evaluate(state, batch), evaluate_normed(state, batch))
+
+
 def test_several_arguments_and_another_batch(x64):
     params, _, x, y = given()
     step = aq.parallelize(train_several, method=aq.Zero3Parallel(), num_micro_batches=2)
