@@ -10,7 +10,7 @@ from verify.verdicts import verified
 
 import aliquot as aq
 from aliquot.cluster import Cluster
-from aliquot.core import InfeasibleError
+from aliquot.core import InfeasibleError, InputError
 from aliquot.planners import Auto, DataParallel, WholeProgram, Zero2Parallel, Zero3Parallel
 
 CLUSTER = Cluster.preset("1x4xH100")
@@ -44,6 +44,15 @@ def test_each_row_of_a_comparison_is_the_plan_of_its_method(parts, limit):
     assert {each.method: each.step_time_s for each in found.candidates} == {
         name: planned(2048, method=method, **asked) for name, method in METHODS.items()
     }
+
+
+def test_methods_may_be_given_without_names():
+    methods = ["dp", aq.Zero3Parallel(), aq.Megatron(data=2, tensor=2)]
+    found = aq.compare(*mlp(SIZES, 2048), clusters=CLUSTER, methods=methods)
+    names = {candidate.method for candidate in found.candidates}
+    assert names == {"dp", "Zero3Parallel()", "Megatron(data=2, tensor=2)"}
+    with pytest.raises(InputError, match=r"the class .*write method=aliquot.DataParallel\(\)"):
+        aq.compare(*mlp(SIZES, 2048), clusters=CLUSTER, methods=[aq.DataParallel])
 
 
 @pytest.mark.parametrize(
