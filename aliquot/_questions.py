@@ -163,7 +163,7 @@ def largest_batch(
     *,
     cluster: Cluster,
     method: Method | None = None,
-    unit: int = 1,
+    unit: int | None = None,
     first: int | None = None,
     most: int = 1 << _MOST_DOUBLINGS,
     num_micro_batches: int | Literal["auto"] | None = None,
@@ -184,8 +184,8 @@ def largest_batch(
 
     Args:
         make: makes `(step, state, batch)` for a global batch.
-        unit: batches are multiples of it; with a multiple of the number of devices they can be
-            split evenly.
+        unit: batches are multiples of it; by default the number of devices, times that of the
+            micro-batches if it is given, so that they can be split evenly.
         first: the batch to begin with; by default one `unit`.
         most: the largest batch to try.
         model: makes the reference to the step of a batch that plan files hold.
@@ -206,10 +206,11 @@ def largest_batch(
         step, state, batch = make(size)
         return (Variant(step=step, args=(state, batch), model=model(size) if model else None),)
 
+    parts = num_micro_batches if isinstance(num_micro_batches, int) else 1
     return largest_batch_built(
         build,
         cluster=cluster,
-        unit=unit,
+        unit=parts * cluster.num_devices if unit is None else unit,
         first=first,
         most=most,
         verify=verify,

@@ -82,6 +82,17 @@ def test_the_largest_batch_has_a_plan_and_the_next_has_none(method, parts):
     assert found.is_limited == (largest + 512 in [each.global_batch for each in found.trials])
 
 
+def test_the_largest_batch_can_be_split_evenly():
+    found = aq.largest_batch(
+        lambda batch: mlp(SIZES, batch),
+        cluster=CLUSTER,
+        most=64,
+        method=DataParallel(),
+        num_micro_batches=2,
+    )
+    assert [trial.global_batch for trial in found.trials] == [8, 16, 32, 64]
+
+
 def test_a_batch_that_fits_in_micro_batches_fits():
     """Where the number of micro-batches is searched, memory limits these and not the batch."""
     one = planned(1024, method=DataParallel(), num_micro_batches=1)
