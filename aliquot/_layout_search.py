@@ -82,9 +82,9 @@ class Judge:
             return (
                 needs,
                 "perhaps",
-                f"{format_bytes(least_bytes)} are predicted, and {format_bytes(limit_bytes)} can be"
-                f" used; runs of {self.table.framework} took as little as {share:.0%} of what is"
-                " predicted",
+                f"{format_bytes(least_bytes)} are predicted at the least, and"
+                f" {format_bytes(limit_bytes)} can be used; runs of {self.table.framework} took as"
+                f" little as {share:.0%} of what is predicted",
             )
         return needs, "no", refusal
 

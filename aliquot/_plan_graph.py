@@ -249,10 +249,10 @@ def check_kinds(*, cluster: object = None, method: object = None, plan: object =
         )
         faults.append(_of_wrong_kind("cluster", cluster, write or "Cluster.preset('8xH100')"))
     if not isinstance(method, AbstractMethod | None):
-        faults.append(_of_wrong_kind("method", method, _written(method)))
+        faults.append(_of_wrong_kind("method", method, written(method)))
     if isinstance(plan, AbstractMethod):
         faults.append(
-            f"plan is a {type(plan).__name__}, a method: write method=aliquot.{_written(plan)}"
+            f"plan is a {type(plan).__name__}, a method: write method=aliquot.{written(plan)}"
         )
     elif not isinstance(plan, Plan | None):
         write = "Plan.load({!r})" if isinstance(plan, str | Path) else "plan(step, state, batch)"
@@ -268,7 +268,7 @@ def _of_wrong_kind(name: str, value: object, write: str) -> str:
     return f"{name} is {what}: write {name}=aliquot.{write.format(text)}"
 
 
-def _written(method: object) -> str:
+def written(method: object) -> str:
     """How Python makes a method, or the one that a text or a class names; else an example."""
     if isinstance(method, type) and issubclass(method, AbstractMethod):
         return f"{method.__name__}()"

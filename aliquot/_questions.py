@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from ._plan_graph import check_objective
+from ._plan_graph import check_kinds, check_objective, written
 from ._variants import Method, Variant, Variants, plan_variants
 from .cluster import Cluster
 from .core import CaptureError, InfeasibleError, InputError, format_bytes
@@ -29,7 +29,7 @@ def compare(
     step: Callable[..., Any],
     *args: Any,
     clusters: Cluster | Sequence[Cluster],
-    methods: Mapping[str, Method] | Sequence[str] = (),
+    methods: Mapping[str, Method] | Sequence[str | Method] = (),
     num_micro_batches: int | Literal["auto"] | None = None,
     micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
@@ -46,8 +46,8 @@ def compare(
     Args:
         step, *args, **kwargs: as for `aliquot.plan`.
         clusters: one or several.
-        methods: names as on the command line, or methods under names of your own; by default those
-            of `usual_methods`.
+        methods: names as on the command line, methods, or methods under names of your own; by
+            default those of `usual_methods`.
         num_micro_batches, micro_batch_semantics, memory_limit_bytes, on_missing_rule, model,
         tokens_per_step, progress:
             as for `aliquot.plan`.
@@ -76,7 +76,7 @@ def compare_built(
     build: Callable[[Cluster], Variants],
     *,
     clusters: Sequence[Cluster],
-    methods: Mapping[str, Method] | Sequence[str] = (),
+    methods: Mapping[str, Method] | Sequence[str | Method] = (),
     objective: str | None = None,
     progress: Progress | None = None,
     **options: Any,
@@ -95,12 +95,17 @@ def compare_built(
         title = variants[0].title
         # A step that cannot be traced, or have this objective, is no question of methods.
         check_objective(objective, variants[0].traced()[0])
+        named: dict[str, Method] = {}
         if isinstance(methods, Mapping):
-            named = dict(methods)
+            named |= methods
         else:
-            names = methods or usual_methods(cluster, clusters)
-            named = {name: method_by_name(name) for name in names}
+            for each in methods or usual_methods(cluster, clusters):
+                if isinstance(each, str):
+                    named[each] = method_by_name(each)
+                else:
+                    named[written(each)] = each
         for name, method in named.items():
+            check_kinds(method=method)
             if progress:
                 progress(f"{name} on {cluster.name}", 0, 0)
             try:
@@ -158,7 +163,7 @@ def largest_batch(
     *,
     cluster: Cluster,
     method: Method | None = None,
-    unit: int = 1,
+    unit: int | None = None,
     first: int | None = None,
     most: int = 1 << _MOST_DOUBLINGS,
     num_micro_batches: int | Literal["auto"] | None = None,
@@ -179,8 +184,8 @@ def largest_batch(
 
     Args:
         make: makes `(step, state, batch)` for a global batch.
-        unit: batches are multiples of it; with a multiple of the number of devices they can be
-            split evenly.
+        unit: batches are multiples of it; by default the number of devices, times that of the
+            micro-batches if it is given, so that they can be split evenly.
         first: the batch to begin with; by default one `unit`.
         most: the largest batch to try.
         model: makes the reference to the step of a batch that plan files hold.
@@ -201,10 +206,11 @@ def largest_batch(
         step, state, batch = make(size)
         return (Variant(step=step, args=(state, batch), model=model(size) if model else None),)
 
+    parts = num_micro_batches if isinstance(num_micro_batches, int) else 1
     return largest_batch_built(
         build,
         cluster=cluster,
-        unit=unit,
+        unit=parts * cluster.num_devices if unit is None else unit,
         first=first,
         most=most,
         verify=verify,

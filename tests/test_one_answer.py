@@ -10,7 +10,7 @@ from verify.verdicts import verified
 
 import aliquot as aq
 from aliquot.cluster import Cluster
-from aliquot.core import InfeasibleError
+from aliquot.core import InfeasibleError, InputError
 from aliquot.planners import Auto, DataParallel, WholeProgram, Zero2Parallel, Zero3Parallel
 
 CLUSTER = Cluster.preset("1x4xH100")
@@ -46,6 +46,15 @@ def test_each_row_of_a_comparison_is_the_plan_of_its_method(parts, limit):
     }
 
 
+def test_methods_may_be_given_without_names():
+    methods = ["dp", aq.Zero3Parallel(), aq.Megatron(data=2, tensor=2)]
+    found = aq.compare(*mlp(SIZES, 2048), clusters=CLUSTER, methods=methods)
+    names = {candidate.method for candidate in found.candidates}
+    assert names == {"dp", "Zero3Parallel()", "Megatron(data=2, tensor=2)"}
+    with pytest.raises(InputError, match=r"the class .*write method=aliquot.DataParallel\(\)"):
+        aq.compare(*mlp(SIZES, 2048), clusters=CLUSTER, methods=[aq.DataParallel])
+
+
 @pytest.mark.parametrize(
     ("method", "parts"),
     [
@@ -71,6 +80,17 @@ def test_the_largest_batch_has_a_plan_and_the_next_has_none(method, parts):
         )
     largest = found.largest.global_batch if found.largest else 0
     assert found.is_limited == (largest + 512 in [each.global_batch for each in found.trials])
+
+
+def test_the_largest_batch_can_be_split_evenly():
+    found = aq.largest_batch(
+        lambda batch: mlp(SIZES, batch),
+        cluster=CLUSTER,
+        most=64,
+        method=DataParallel(),
+        num_micro_batches=2,
+    )
+    assert [trial.global_batch for trial in found.trials] == [8, 16, 32, 64]
 
 
 def test_a_batch_that_fits_in_micro_batches_fits():

@@ -11,13 +11,16 @@ from ..core import counted, format_bytes, format_count
 from ._devices import use_host_only
 from ._groups import argument, option
 from ._options import Json
+from ._resume import checkpoint_folder
 from ._session import session
 
 _ARRAYS = 12
 
 
 def show_checkpoint(
-    folder: Path = argument("A folder of checkpoints, or one of them.", metavar="FOLDER"),
+    folder: Path = argument(
+        "A run of aliquot train, a folder of checkpoints, or one of them.", metavar="FOLDER"
+    ),
     number: int | None = option("Show this one; by default the newest."),
     arrays: bool = option("List all arrays.", False),
     as_json: Json = False,
@@ -28,7 +31,7 @@ def show_checkpoint(
         from ..report import Column, table
         from ..runtime import describe_checkpoints
 
-        answer = describe_checkpoints(folder, number)
+        answer = describe_checkpoints(checkpoint_folder(folder), number)
         rows = answer["checkpoints"]
         if not rows:
             say.show(f"{answer['folder']} holds no complete checkpoint.")

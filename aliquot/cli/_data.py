@@ -49,7 +49,7 @@ def data(
     """
     with session(as_json) as say, leaving_at_sigterm():
         check_destination(out)
-        from ..data import documents, listed, text_files, write_tokens
+        from ..data import documents_of, listed, text_files, write_tokens
 
         chosen = chosen_tokenizer(by.tokenizer, by.vocab_file, by.merge_file, by.end_of_text)
         files, tokens = text_files(texts)
@@ -62,7 +62,7 @@ def data(
         if tokens:
             say.note(f"note: left out, as they hold tokens and no text: {listed(tokens)}")
         started = time.perf_counter()
-        written = write_tokens(out, documents(files, json_key=by.json_key), chosen)
+        written = write_tokens(out, documents_of(files, json_key=by.json_key), chosen)
         seconds = time.perf_counter() - started
         count, dtype = len(written.tokens), written.tokens.dtype.name
         noun = "document" if written.documents == 1 else "documents"

@@ -36,16 +36,16 @@ def find_max_batch(
         of_plan: other arguments of `aliquot.plan`.
 
     Raises:
-        InputError: The model comes from a factory, which decides its batch by itself.
+        InputError: The model comes from a factory that decides its batch by itself.
         typer.Exit: With 1, if no batch fits.
     """
-    from ._model import tell_model, zoo_config
+    from ._model import takes_batch, tell_model, zoo_config
 
     config = zoo_config(name, options.overrides)
-    if config is None:
+    if config is None and not takes_batch(name):
         raise InputError(
-            f"--max-batch: {name} decides its batch by itself. Call aliquot.largest_batch(make,"
-            " cluster=...) in Python."
+            f"--max-batch: {name} decides its batch by itself. Give it an argument global_batch, or"
+            " call aliquot.largest_batch(make, cluster=...) in Python."
         )
     tell_model(name, config, say)
     from .._questions import largest_batch_built
@@ -61,7 +61,7 @@ def find_max_batch(
             build,
             cluster=where,
             # Each micro-batch can then be split evenly.
-            unit=parts * math.lcm(where.num_devices, config.batch_multiple),
+            unit=parts * math.lcm(where.num_devices, config.batch_multiple if config else 1),
             first=options.global_batch,
             method=how,
             num_micro_batches=micro_batches,

@@ -311,6 +311,11 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
     return Model(name=name, step=step, state=state, batch=batch, reference=reference)
 
 
+def takes_batch(name: str) -> bool:
+    """Whether a factory has an argument `global_batch`, so that others say its batch."""
+    return "global_batch" in (_parameters(find_factory(name)) or ())
+
+
 def recomputes(name: str) -> bool:
     """Whether a factory has an argument `recompute` whose default is true, false, "none" or
     "block", so that its step may be built in two ways. Other defaults do not say what it takes.

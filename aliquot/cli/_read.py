@@ -19,44 +19,59 @@ if TYPE_CHECKING:
     from .._reading import Reading
     from ..cluster import Cluster
 
+_DEVICES_PER_HOST = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Devices:
     """The devices of the run: so many of a kind, or a cluster."""
 
-    world: int | None = option("Devices of the whole run.", metavar="N", min=1)
+    world: int | None = option(
+        "Devices of the whole run, where files do not say it.", metavar="N", min=1
+    )
     device: str | None = option("Such as H100 or v5p.", metavar="NAME")
-    devices_per_host: int = option("Devices in a host.", 8, min=1)
+    devices_per_host: int | None = option("Devices in a host; 8 unless files say it.", min=1)
     cluster: str | None = option(
         "In place of --world and --device: a preset such as 8xH100, or a file."
     )
     network_gbps: NetworkGbps = None
 
-    def read(self) -> Cluster:
+    def read(self, files: list[str], framework: str | None, recipe: str | None) -> Cluster:
         """As a cluster.
+
+        Args:
+            files, framework, recipe: as for `aliquot.read`; they may say how many devices there
+                are.
 
         Raises:
             ClusterError, InputError: what is missing or wrong.
         """
-        return with_network(self._cluster(), self.network_gbps)
-
-    def _cluster(self) -> Cluster:
         world, each = self.world, self.devices_per_host
+        if world is None and self.device is not None and self.cluster is None:
+            from ..interop.frameworks import read_settings
+
+            found = read_settings(files, framework=framework, recipe=recipe)
+            world, hosts = found.num_devices, found.num_hosts
+            if world and hosts and world % hosts == 0:
+                each = each or world // hosts
+        return with_network(self._cluster(world, each or _DEVICES_PER_HOST), self.network_gbps)
+
+    def _cluster(self, world: int | None, each: int) -> Cluster:
         if self.cluster is not None:
-            if world is not None or self.device is not None:
+            if self.world is not None or self.device is not None:
                 raise InputError("--cluster says the devices: leave out --world and --device.")
             return read_cluster(self.cluster)
         if world is None or self.device is None:
+            missing = "--world 64 --device H100" if self.device is None else "--world 64"
             raise InputError(
-                "aliquot read needs the devices of the run: add --world 64 --device H100, or"
-                " --cluster 8x8xH100."
+                f"aliquot read needs the devices of the run: add {missing}, or --cluster 8x8xH100."
             )
         hosts, left = divmod(world, each)
         if world < each:
             hosts, each = 1, world
         elif left:
             raise InputError(
-                f"--world {world} does not fill hosts of {each} devices: add --devices-per-host N."
+                f"{world} devices do not fill hosts of {each}: add --devices-per-host N."
             )
         from ..cluster import wire
 
@@ -105,7 +120,7 @@ def read(
     """
     with session(as_json) as say:
         use_host_only()
-        where = devices.read()
+        where = devices.read(files, given.framework, given.recipe)
         from .._reading import read as judge
 
         said = asdict(given)

@@ -139,12 +139,17 @@ def _source(
     return opened(Path(options.resume), "--resume"), None
 
 
+def checkpoint_folder(path: Path) -> Path:
+    """The folder of checkpoints in the folder of a run; other folders are it themselves."""
+    inner = path / CHECKPOINTS
+    return inner if inner.is_dir() else path
+
+
 def opened(path: Path, option: str) -> Checkpoints:
     """The checkpoints in the folder of a run, or in a folder of checkpoints."""
     from ..runtime import Checkpoints
 
-    inner = path / CHECKPOINTS
-    found = Checkpoints(inner if inner.is_dir() else path)
+    found = Checkpoints(checkpoint_folder(path))
     if not path.is_dir() or not found.numbers():
         raise InputError(
             f"{option} {path}: there is no checkpoint. Name the folder of a run, or a folder of"

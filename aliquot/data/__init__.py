@@ -12,6 +12,7 @@ from ._indexed import open_indexed as open_indexed
 from ._mixture import Mixture as Mixture
 from ._split import Split as Split
 from ._text import documents as documents
+from ._text import documents_of as documents_of
 from ._text import listed as listed
 from ._text import read_text as read_text
 from ._text import standard_library as standard_library

@@ -73,7 +73,16 @@ def documents(paths: Sequence[str | Path], *, json_key: str = "text") -> Iterato
     Raises:
         InputError: as for `text_files`, or a line is no such object.
     """
-    for file in text_files(paths)[0]:
+    yield from documents_of(text_files(paths)[0], json_key=json_key)
+
+
+def documents_of(files: Sequence[Path], *, json_key: str = "text") -> Iterator[bytes]:
+    """The documents of these files, as `text_files` found them. Empty files hold none.
+
+    Raises:
+        InputError: a line is no such object.
+    """
+    for file in files:
         if file.suffix != ".jsonl":
             if text := file.read_bytes():
                 yield text

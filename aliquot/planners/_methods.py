@@ -93,11 +93,14 @@ class ManualParallel(AbstractMethod):
             indices.
         mesh_shape: the logical mesh.
         axis_names: its axes, by default x, y, z, w.
+        where_possible: pass over a split that an input cannot have, beside what stands before it in
+            `specs`, in place of refusing it.
     """
 
     specs: Mapping[str, Sequence[Any]]
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...] = ()
+    where_possible: bool = False
     intra: AbstractIntra = field(default_factory=ILP)
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
@@ -114,7 +117,9 @@ class ManualParallel(AbstractMethod):
         )
         for way in _ways(problem, mesh, self.intra, pinned):
             priced = way.priced(problem)
-            pins = fixed.pinned(problem, priced, self.specs, mesh.axis_names)
+            pins = fixed.pinned(
+                problem, priced, self.specs, mesh.axis_names, where_possible=self.where_possible
+            )
             space = Space(name=way.named("manual"), priced=priced, allowed=way.allowed).among(pins)
             if space.has_choices:
                 entries.append(Entry(space=space, intra=self.intra))

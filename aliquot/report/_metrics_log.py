@@ -58,7 +58,7 @@ class MetricsLog:
     process 0 writes.
 
     Args:
-        folder: of the run; None to write nothing.
+        folder: of the run, which is made if it is missing; None to write nothing.
         plan: that the step follows, for what is predicted.
         tokens_per_step, images_per_step: of the global batch; 0 where it has none.
         every: steps of an interval.
@@ -99,6 +99,12 @@ class MetricsLog:
         self._board: Any = None
         if folder is not None and _is_first_process():
             path = Path(folder) / METRICS_FILE
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(
+                    f"MetricsLog cannot write into {str(folder)!r}: {error.strerror or error}."
+                ) from error
             # Leave only the lines of steps up to a number: later ones are done again.
             rows = read_metrics(path.parent)
             kept = [row for row in rows if row.get("step", 0) <= done]

@@ -8,6 +8,7 @@ from ._pipeline_runner import PipelineRunner as PipelineRunner
 from ._program_runner import ProgramRunner as ProgramRunner
 from ._restored import Restored as Restored
 from ._runner import AbstractRunner as AbstractRunner
+from ._state_call import argument_of as argument_of
 from ._step import Step as Step
 from .checkpoints import describe_checkpoints as describe_checkpoints
 from .compiled import CompiledCollective as CompiledCollective

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..core import InputError, PlanMismatchError
 from ..graph import FlatCall, Graph, changed_state
@@ -73,22 +74,31 @@ class Arguments:
         if call.skeleton() != self._expected:
             problems = self._graph.calling.differences(call) or ("its structure differs",)
             self._refuse(self._misplaced(call.parts, call.leaves) or problems)
-        self._check_types(call.leaves)
+        self._check_types(call.leaves, numbers=call.numbers)
 
-    def _check_types(self, leaves: Sequence[Any], positions: Sequence[int] | None = None) -> None:
+    def _check_types(
+        self,
+        leaves: Sequence[Any],
+        positions: Sequence[int] | None = None,
+        numbers: Collection[str] = (),
+    ) -> None:
         positions = range(len(leaves)) if positions is None else positions
         self.check_alive(leaves, positions)
         wrong = []
+        misspelt = ""
         for position in positions:
             path, leaf = self._graph.inputs[position].path, leaves[position]
             shape, dtype = self.types[position]
             # JAX converts 64-bit NumPy arrays to 32 bits, unless its 64-bit types are enabled.
             if leaf.dtype != dtype and canonical(leaf.dtype) != dtype:
                 wrong.append(f"{path} is {leaf.dtype}, planned {dtype}")
+                if path in numbers and jnp.issubdtype(dtype, jnp.floating):
+                    misspelt = f"Write {path} as {np.asarray(leaf, dtype)}: it is a whole number."
             if tuple(leaf.shape) != shape and not _may_be_part(leaf, shape):
                 wrong.append(f"{path} is {tuple(leaf.shape)}, planned {shape}")
         if wrong:
-            self._refuse(self._misplaced(self._graph.calling.call.parts, leaves) or wrong)
+            misplaced = self._misplaced(self._graph.calling.call.parts, leaves)
+            self._refuse(misplaced or wrong, misspelt if len(wrong) == 1 else "")
 
     def _misplaced(self, paths: Sequence[tuple[str, ...]], leaves: Sequence[Any]) -> list[str]:
         """One sentence for each place of a call where the step takes another argument."""
@@ -117,9 +127,9 @@ class Arguments:
                     text.format(name=self._graph.name, which=", ".join(paths[:most]) + more)
                 )
 
-    def _refuse(self, problems: Sequence[str]) -> None:
+    def _refuse(self, problems: Sequence[str], advice: str = "") -> None:
         where = f" in process {jax.process_index()}" if jax.process_count() > 1 else ""
-        advice = (
+        advice = advice or (
             "Plan it again for these arguments: each call of aliquot.plan or aliquot.parallelize"
             " makes one plan."
         )

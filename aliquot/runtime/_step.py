@@ -145,6 +145,13 @@ class Step:
                 )
         return found
 
+    @property
+    def state_arguments(self) -> tuple[str, ...]:
+        """Names of the arguments that `init` makes and checkpoints hold, in the order of the step's
+        parameters.
+        """
+        return tuple(state_arguments(self._fn, self._interface()))
+
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the user's function that makes the state, so that each device computes only its part.
 

@@ -36,6 +36,12 @@ def test_one_is_shown_in_full(folder):
         assert '{"text": "a [b]"}' in shown
 
 
+def test_those_of_a_run_are_shown(folder, tmp_path):
+    (tmp_path / "checkpoints").symlink_to(folder)
+    shown = run("checkpoint", "show", tmp_path).stdout
+    assert f"2 checkpoints in {tmp_path / 'checkpoints'}" in shown
+
+
 def test_as_json(folder):
     answer = json.loads(run("checkpoint", "show", folder, "--json").stdout)
     assert [row["number"] for row in answer["checkpoints"]] == [100, 200]

@@ -58,6 +58,18 @@ def test_the_tokens_of_a_folder_in_it_are_no_text_the_second_time(tmp_path):
         assert TokenFile.open(out).tokens.tobytes() == b"one\n"
 
 
+def test_empty_files_of_a_folder_hold_no_document(tmp_path):
+    """A package of Python has many of them."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "__init__.py").touch()
+    (texts / "lines.jsonl").touch()
+    refused(run("data", texts, "--out", tmp_path / "tokens.bin"), "texts is empty")
+    (texts / "a.py").write_text("one")
+    found = run("data", texts, "--out", tmp_path / "tokens.bin")
+    assert "4 tokens of 1 document by bytes" in found.stdout
+
+
 def test_pipes_are_refused_at_once(tmp_path):
     pipe, text = tmp_path / "pipe", tmp_path / "a.txt"
     os.mkfifo(pipe)
@@ -76,7 +88,7 @@ def test_sigterm_leaves_nothing_half_written(tmp_path, monkeypatch):
         while True:
             yield b"more"
 
-    monkeypatch.setattr(aliquot.data, "documents", endless)
+    monkeypatch.setattr(aliquot.data, "documents_of", endless)
     before = signal.getsignal(signal.SIGTERM)
     assert run("data", tmp_path / "a.txt", "--out", tmp_path / "t").exit_code == 143
     assert os.listdir(tmp_path) == ["a.txt"]

@@ -124,6 +124,18 @@ def factory(width=16):
 """
 
 
+def test_the_largest_batch_of_a_factory(factory):
+    asked = ("--cluster", "4xH100", "--method", "dp", "--max-batch", "--memory-limit", "20KiB")
+    refused(run("plan", factory(GOOD), *asked), "decides its batch", "argument global_batch")
+    taking = GOOD.replace("(width=16)", "(global_batch, width=16)").replace(
+        "(8, w", "(global_batch, w"
+    )
+    found = run("plan", factory(taking), *asked, "--json")
+    assert found.exit_code == 0, found.output
+    answer = json.loads(found.stdout)
+    assert answer["multiple_of"] == 4 and answer["largest_batch"] > 4
+
+
 def test_a_factory(factory, tmp_path):
     name = factory(GOOD.replace("state = ", "print('hello from the factory'); state = "))
     args = (

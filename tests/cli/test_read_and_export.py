@@ -119,6 +119,13 @@ def test_read_takes_the_model_from_a_config_and_settings_from_arguments(tmp_path
     )
 
 
+def test_read_takes_the_devices_from_the_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "a.yaml").write_text("distributed_type: FSDP\nnum_machines: 2\nnum_processes: 8\n")
+    found = run("read", tmp_path / "a.yaml", tmp_path / "config.json", "--device", "H100", "--json")
+    assert json.loads(found.stdout)["cluster"] == "2x4xH100"
+
+
 def test_a_batch_that_does_not_divide_is_no_plan_but_an_answer(titan):
     found = run("read", titan, "--cluster", "8xH100", "--global-batch", 60)
     assert found.exit_code == 1
@@ -136,6 +143,7 @@ def test_settings_that_need_far_more_memory_do_not_fit(titan):
     ("arguments", "message"),
     [
         ([], "--world 64 --device H100"),
+        (["--device", "H100"], "add --world 64, or"),
         (["--world", "12", "--device", "H100"], "--devices-per-host"),
         (["--cluster", "8xH100", "--world", "8"], "leave out --world"),
         (["--cluster", "8xH100", "--framework", "torchtita"], "did you mean 'torchtitan'"),

@@ -166,12 +166,63 @@ def test_deepspeed_with_a_model_and_overrides(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "devices", "hosts"),
+    [
+        ("a.sh", "torchrun --nnodes=$N --nproc_per_node $EACH a.py --num-layers 8\n", None, None),
+        ("a.sh", "N=4\ntorchrun --nnodes $N --nproc-per-node 8 a.py --num-layers 8\n", 32, 4),
+        ("a.sh", "torchrun --nproc_per_node 4 a.py --num-layers 8\n", 4, 1),
+        ("a.sh", "torchrun --nproc_per_node gpu a.py --num-layers 8\n", None, None),
+        ("a.yaml", "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 16\n", 16, 2),
+    ],
+)
+def test_devices_of_the_run(tmp_path, name, text, devices, hosts):
+    path = _written(tmp_path, name, text)
+    found = read_settings([path], num_devices=64)
+    assert (found.num_devices, found.num_hosts) == (devices, hosts)
+    remark = f"the run has 64 devices; the files say {devices}"
+    assert (remark in found.assumed) == (devices is not None)
+
+
+def test_a_slip_of_the_pen_is_told_what_it_may_stand_for(tmp_path):
+    settings = {"zero_optimisation": {"stage": 3}, "train_batch_size": 64, "my_own_setting": 1}
+    path = _written(tmp_path, "ds.json", json.dumps(settings))
+    misspelt, own = read_settings([path], num_devices=8).unknown
+    assert misspelt.endswith("is not priced. Did you mean zero_optimization.stage?")
+    assert own.endswith("is not priced")
+    text = "run --tensor_model_paralel-size 4 --num-layers 8"
+    (misspelt,) = read_settings([_written(tmp_path, "a.sh", text)], num_devices=8).unknown
+    assert misspelt.endswith("Did you mean tensor-model-parallel-size?")
+
+
+def test_deepspeed_with_comments(tmp_path):
+    """DeepSpeed reads its files as Hjson."""
+    text = """{ // ZeRO
+        "train_batch_size": 64, /* of all
+           ranks */ "steps_per_print": 5,
+        "zero_optimization": {
+            "stage": 3,  # the whole state
+            "offload_param": {"device": "cpu", "nvme_path": "/*not//a comment*/"},
+        },
+    }"""
+    found = read_settings([_written(tmp_path, "ds.json", text)], num_devices=8)
+    assert (found.settings.name, found.settings.global_batch) == ("fsdp", 64)
+    assert "offload_param.device (ds.json:6) = cpu" in found.lost[0]
+    assert not found.unknown
+
+
+@pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("a.yaml", "a: &a [1]\n" + "b: [" + ",".join(["*a"] * 30000) + "]", "more than"),
         ("a.yaml", "- 1\n- 2\n", "holds no names"),
         ("a.yaml", "a: [1", "is not YAML"),
         ("a.json", "{,", "is not JSON"),
+        (
+            "a.json",
+            '{\n"a": 1,\n"b" 2}',
+            "a.json is not JSON: line 3: while parsing a flow mapping",
+        ),
+        ("a.json", "{" + '"/*' * 100_000, "is not JSON"),
         ("a.toml", "a = ", "is not TOML"),
         ("a.py", "def (", "is not Python"),
         ("a.py", "x = 1\n", "no settings of a known framework"),

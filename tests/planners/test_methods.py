@@ -2,6 +2,8 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
 import msgspec
 import pytest
 from planners.small_steps import mlp
@@ -242,6 +244,23 @@ def test_manual_reports_all_faults_at_once():
         "'x' twice",
     ):
         assert part in text
+
+
+def test_manual_names_the_arrays_that_an_input_is_split_with():
+    def normed(state, batch):
+        return jnp.mean(batch * (jax.lax.rsqrt(state["variance"]) * state["scale"]))
+
+    def planned(**options):
+        specs = {"state.scale": ("x",), "state.variance": (None,)}
+        method = ManualParallel(specs=specs, mesh_shape=(8,), **options)
+        plan = aq.plan(normed, state, batch, cluster=CLUSTER, method=method)
+        return plan.stages[0].shardings
+
+    batch, row = jax.ShapeDtypeStruct((16, 32), "float32"), jax.ShapeDtypeStruct((32,), "float32")
+    state = {"scale": row, "variance": row}
+    with pytest.raises(InputError, match=r"variance of shape \(32,\).*unless state.scale is split"):
+        planned()
+    assert planned(where_possible=True)["state.variance"] == (("x",),)
 
 
 def test_indivisible_batch():

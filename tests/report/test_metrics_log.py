@@ -24,6 +24,16 @@ class Late:
         return self.value
 
 
+def test_the_folder_is_made(tmp_path):
+    log = MetricsLog(tmp_path / "runs" / "first", every=1)
+    log.add(1, {"loss": 2.0})
+    log.close(1)
+    assert [row["loss"] for row in read_metrics(tmp_path / "runs" / "first")] == [2.0]
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"cannot write into '.*file'"):
+        MetricsLog(tmp_path / "file")
+
+
 def test_numbers_are_read_when_the_next_interval_has_ended(tmp_path):
     read = []
     log = MetricsLog(tmp_path, every=2, tokens_per_step=8)

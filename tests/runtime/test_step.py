@@ -231,6 +231,14 @@ def test_a_number_that_changes_is_an_argument_like_any_other():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+def test_a_whole_number_in_place_of_a_float():
+    step = parallel(train_mlp, mlp_params(), mlp_batch(), rate=0.5, method=DataParallel())
+    with pytest.raises(PlanMismatchError, match=r"(?s)rate is int32, planned.*Write rate as 1\.0"):
+        step(mlp_params(), mlp_batch(), rate=1)
+    with pytest.raises(PlanMismatchError, match=r"(?s)rate is bool, planned.*Plan it again"):
+        step(mlp_params(), mlp_batch(), rate=np.bool_(True))
+
+
 def test_a_static_argument_that_changes():
     by_rate = jax.jit(train_mlp, static_argnames="rate")
     step = parallel(by_rate, mlp_params(), mlp_batch(), rate=0.5, method=DataParallel())

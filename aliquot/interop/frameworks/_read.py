@@ -54,6 +54,9 @@ def read_settings(
         raise InputError(
             listing(f"these settings of {table.title} cannot hold", words.faults, advice)
         )
+    count, hosts = words.run()
+    if num_devices and count and count != num_devices:
+        words.assumed.append(f"the run has {num_devices} devices; the files say {count}")
     nothing = "fused" if table.kernels_fuse and words.flag("compiled", True) else "none"
     if settings.recompute == "none":
         settings = replace(settings, recompute=nothing)
@@ -62,6 +65,8 @@ def read_settings(
         settings=settings,
         nothing_recomputed=nothing,
         model={**model, **({"config": config} if config else {})},
+        num_devices=count,
+        num_hosts=hosts,
         said=tuple(words.parts()),
         assumed=tuple(dict.fromkeys(words.assumed)),
         lost=tuple(dict.fromkeys(words.lost)),

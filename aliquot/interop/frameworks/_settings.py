@@ -148,6 +148,7 @@ class Found:
         nothing_recomputed: what no recomputation is there, as `settings.recompute` says it.
         model: fields of the zoo's configuration that the files give; `like` names a model of the
             zoo whose other fields hold, and is absent if none is named.
+        num_devices, num_hosts: of the whole run, where the files say it.
         said: name, value and place of each setting that was understood.
         assumed: what the files do not say, and what was taken for it.
         lost: what they say and a plan cannot, with what it means for memory or time.
@@ -159,6 +160,8 @@ class Found:
     settings: Settings
     nothing_recomputed: str = "none"
     model: Mapping[str, Any] = field(default_factory=dict)
+    num_devices: int | None = None
+    num_hosts: int | None = None
     said: tuple[tuple[str, Any, str], ...] = ()
     assumed: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()

@@ -24,6 +24,8 @@ from ...core import InputError, listing, nearest, read_file, shortened
 _MOST_BYTES = 2**21
 _MOST_SETTINGS = 20_000
 _DEEPEST = 40
+# Texts are among the alternatives, so that nothing in them is taken for a comment.
+_JSON_COMMENTS = re.compile(r'"(?:\\.|[^"\\])*(?:"|\Z)|//[^\n]*|/\*.*?(?:\*/|\Z)', flags=re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ def read_text(
     suffix = Path(path).suffix.lower()
     try:
         if suffix in (".yaml", ".yml", ".json"):
-            settings = _of_yaml(text.replace("\t", "  ") if suffix == ".json" else text, name)
+            settings = _of_yaml(_of_json(text) if suffix == ".json" else text, name)
             return Text(kind="json" if suffix == ".json" else "yaml", settings=tuple(settings))
         if suffix == ".toml":
             return Text(kind="toml", settings=tuple(_of_toml(text, name)))
@@ -101,9 +103,27 @@ def read_text(
             return read_python(text, name, recipe)
     except (yaml.YAMLError, tomllib.TOMLDecodeError, SyntaxError, RecursionError) as error:
         kind = {".toml": "TOML", ".py": "Python", ".json": "JSON"}.get(suffix, "YAML")
-        first = " ".join(str(error).split())
+        first = " ".join(_where_and_why(error).split())
         raise InputError(f"{shown} is not {kind}: {shortened(first, 300)}.") from error
     return read_shell(text, name, variables or {})
+
+
+def _where_and_why(error: Exception) -> str:
+    """What is wrong with a file, after the line in which it is."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return str(error)
+    why = ", ".join(filter(None, (error.context, error.problem)))
+    return f"line {error.problem_mark.line + 1}: {why}"
+
+
+def _of_json(text: str) -> str:
+    """As YAML, line by line: without the comments of Hjson, as which DeepSpeed reads its files."""
+
+    def blank(found: re.Match[str]) -> str:
+        part = found.group()
+        return part if part.startswith('"') else re.sub(r"[^\n]", " ", part)
+
+    return _JSON_COMMENTS.sub(blank, text.replace("\t", "  "))
 
 
 def _of_yaml(text: str, name: str) -> Iterator[Setting]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import functools
 import re
@@ -16,6 +17,10 @@ from ._syntax import Setting, Text, Unknown
 
 # Values of settings that a plan has, too.
 _USUAL = ("default_adamw", "cudnn_flash_te", "flash", "fused", "alltoall", "autoselected")
+# Words for how many devices a run has.
+_DEVICES = ("world", "hosts", "devices_per_host")
+# How alike two names are of which one is a slip of the pen for the other.
+_A_SLIP = 0.92
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +149,15 @@ def model_named(name: str) -> dict[str, Any]:
     return dict(found) if isinstance(found, dict) else {"like": found}
 
 
+def _similar(name: str, table: Table) -> str:
+    """A question for the setting that an unknown name may stand for; empty if none is as close as a
+    slip of the pen, since new settings often resemble old ones.
+    """
+    known = {each.replace("_", "-"): each for each in (*table.layout, *table.model, *table.changes)}
+    close = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=_A_SLIP)
+    return f". Did you mean {known[close[0]]}?" if close else ""
+
+
 @dataclass(slots=True)
 class Words:
     """The settings of files by the words of a table, and what is noticed while they are read."""
@@ -171,6 +185,8 @@ class Words:
                 self._sort(setting, own if text.kind != "python" else None)
         layout = set(self.table.layout.values())
         for word, why in self.open.items():
+            if word in _DEVICES:
+                continue  # Whoever reads the file says these.
             if word in layout and word not in self.said:
                 self.faults.append(f"{why}: give it as NAME=VALUE")
             elif word not in ("model", "tokenizer"):
@@ -220,12 +236,21 @@ class Words:
                 and each is not table
                 and (name in each.layout or name in each.model)
             ]
-            of = (
-                f"belongs to {', '.join(others)}"
-                if others
-                else f"{table.title} has none in its table"
-            )
-            self.unknown.append(f"{shown}: {of}; what it does is not priced")
+            if others:
+                of, meant = f"belongs to {', '.join(others)}", ""
+            else:
+                of, meant = f"{table.title} has none in its table", _similar(name, table)
+            self.unknown.append(f"{shown}: {of}; what it does is not priced{meant}")
+
+    def run(self) -> tuple[int | None, int | None]:
+        """Devices and hosts of the whole run; None for what is not said as a number."""
+        world, hosts, each = (
+            setting.value if setting is not None and type(setting.value) is int else None
+            for setting in map(self.said.get, _DEVICES)
+        )
+        if each and "hosts" not in self.said and "hosts" not in self.open:
+            hosts = 1
+        return world or (hosts * each if hosts and each else None), hosts
 
     def name(self, word: str) -> str:
         """What the file, or else the framework, calls a word, with its place."""

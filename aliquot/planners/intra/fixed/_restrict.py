@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ....core import InputError, counted, divisors, nearest
+from ....core import InputError, counted, divisors, nearest, shortened
 from ....cost import Priced, Problem, enumerate_choices, shards
 from ....graph import Phase, Role, source_line
 from ....sharding import NodeGraph, Spec, axes_of, project, spec_from_dims
@@ -292,8 +292,13 @@ def pinned(
     priced: Priced,
     patterns: Mapping[str, Sequence[Any]],
     axis_names: Sequence[str],
+    *,
+    where_possible: bool = False,
 ) -> Masks:
     """Masks that give each input whose path matches a pattern the split that the pattern states.
+
+    Args:
+        where_possible: pass over splits that inputs cannot have, beside what earlier patterns say.
 
     Raises:
         InputError: lists every pattern that matches nothing, names an unknown axis, or asks for an
@@ -307,7 +312,9 @@ def pinned(
         if not matching:
             faults.append(f"`{pattern}` matches no input: {nearest(pattern, paths)}")
         for k in matching:
-            faults += _pin(problem, priced, masks, k, pattern, partition, axis_names)
+            fault, is_wrong = _pin(problem, priced, masks, k, pattern, partition, axis_names)
+            if fault and (is_wrong or not where_possible):
+                faults.append(fault)
     if faults:
         raise InputError(
             "The manual plan cannot be followed:\n  " + "\n  ".join(dict.fromkeys(faults))
@@ -335,38 +342,46 @@ def _pin(
     pattern: str,
     partition: Sequence[Any],
     axis_names: Sequence[str],
-) -> list[str]:
+) -> tuple[str, bool]:
+    """Narrow the masks to the split that a pattern states for an input. Returns why that cannot be,
+    or nothing; and whether the pattern could hold for no input at all.
+    """
     item, port = problem.graph.inputs[k], priced.graph.input_ports[k]
-    rank = len(problem.graph.values[item.value].shape)
+    shape = problem.graph.values[item.value].shape
     dims = [axes_of(entry) for entry in partition]
-    unknown = []
-    for axes in dims:
-        for a in axes:
-            if a not in axis_names:
-                unknown.append(a)
-    if unknown:
-        return [f"`{pattern}` names the axis {unknown[0]!r}; the mesh has {', '.join(axis_names)}"]
     named = [a for axes in dims for a in axes]
+    unknown = [a for a in named if a not in axis_names]
+    if unknown:
+        known = ", ".join(axis_names)
+        return f"`{pattern}` names the axis {unknown[0]!r}; the mesh has {known}", True
     if len(set(named)) < len(named):
         twice = next(a for a in named if named.count(a) > 1)
-        return [f"`{pattern}` names the axis {twice!r} twice; an axis splits one dim"]
-    if len(dims) > rank:
-        return [f"`{pattern}` splits {len(dims)} dims, {item.path} has {rank}"]
+        return f"`{pattern}` names the axis {twice!r} twice; an axis splits one dim", True
+    if len(dims) > len(shape):
+        return f"`{pattern}` splits {len(dims)} dims, {item.path} has {len(shape)}", True
     # Dims that the pattern does not name stay whole, as in a `PartitionSpec`.
-    spec: Spec = spec_from_dims([*dims, *[()] * (rank - len(dims))], axis_names)
+    spec: Spec = spec_from_dims([*dims, *[()] * (len(shape) - len(dims))], axis_names)
     # Scalars and arrays without elements have one split only.
-    if port.node < 0 or 0 in problem.graph.values[item.value].shape:
-        return []
+    if port.node < 0 or 0 in shape:
+        return "", False
     choices = priced.nodes[port.node].choices
     fits = np.array([project(tuple(c), port.projection) == spec for c in choices.tolist()])
-    if not (fits & masks[port.node]).any():
-        shape = problem.graph.values[item.value].shape
-        return [
-            f"{item.path} of shape {shape} cannot be split as {tuple(partition)} on a mesh"
-            f" {priced.mesh}"
-        ]
-    masks[port.node] &= fits
-    return []
+    if (fits & masks[port.node]).any():
+        masks[port.node] &= fits
+        return "", False
+    fault = (
+        f"{item.path} of shape {shape} cannot be split as {tuple(partition)} on a mesh"
+        f" {priced.mesh}"
+    )
+    if fits.any():
+        paths = [each.path for each in problem.graph.inputs]
+        ports = zip(paths, priced.graph.input_ports, strict=True)
+        tied = [path for path, other in ports if other.node == port.node and path != item.path]
+        fault += (
+            f" unless {shortened(' and '.join(tied), 200)} is split alike: the step combines them"
+            " element by element"
+        )
+    return fault, False
 
 
 def _matches(pattern: str, path: str) -> bool:
