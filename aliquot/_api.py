@@ -153,7 +153,7 @@ def parallelize(
     Returns a `Step` with the step's own signature. A step that `aliquot.plan` traced for this plan
     is not traced again. Without a plan the step is planned at its first
     call, from that call's arguments, for the devices JAX sees; `options` are then those of
-    `aliquot.plan`.
+    `aliquot.plan`. A method that is decorated in its class is planned for each object by itself.
 
     Raises:
         InputError: `step` is no function, or another argument is of the wrong kind.
@@ -162,16 +162,17 @@ def parallelize(
     """
     check_kinds(cluster=cluster, method=method, plan=plan)
     refuse_arguments("parallelize", _plan, options)
+    decorate = functools.partial(
+        parallelize,
+        plan=plan,
+        method=method,
+        cluster=cluster,
+        devices=devices,
+        on_missing_rule=on_missing_rule,
+        **options,
+    )
     if step is None:
-        return functools.partial(
-            parallelize,
-            plan=plan,
-            method=method,
-            cluster=cluster,
-            devices=devices,
-            on_missing_rule=on_missing_rule,
-            **options,
-        )
+        return decorate
     from .runtime import Step
 
     if not callable(step):
@@ -194,7 +195,7 @@ def parallelize(
         return apply_plan(chosen, graph, on_missing_rule)
 
     traced = None if plan is None else planned_for(plan, step)
-    return Step(step, prepare, plan=plan, devices=devices, traced=traced)
+    return Step(step, prepare, plan=plan, devices=devices, traced=traced, bound=decorate)
 
 
 def constrain(

@@ -54,6 +54,7 @@ class Step:
         devices: Sequence[Any] | None = None,
         runner: AbstractRunner | None = None,
         traced: Graph | None = None,
+        bound: Callable[[Callable[..., Any]], Step] | None = None,
     ) -> None:
         """
         Args:
@@ -64,9 +65,10 @@ class Step:
             devices: the devices of the plan in order; by default `jax.devices()`.
             runner: runs a step that is compiled already; `prepare` is then not called.
             traced: the step as the plan was made for it, if that is known before the first call.
+            bound: makes the same of `fn` as a method of an object.
         """
         self._fn, self._trace_and_plan, self._plan, self._devices = fn, prepare, plan, devices
-        self._traced = traced
+        self._traced, self._bound, self._is_method = traced, bound, False
         self._runner: AbstractRunner | None = None
         self._arguments: Arguments | None = None
         # Two threads may make the first call at once; only one of them traces and plans the step.
@@ -75,6 +77,35 @@ class Step:
         self.__doc__ = fn.__doc__
         if runner is not None:
             self._set_runner(runner)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        # A function that was written elsewhere and is kept in a class is no method.
+        written = getattr(self._fn, "__qualname__", None)
+        self._is_method = written == f"{owner.__qualname__}.{name}"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Step:
+        """The step, or for a decorated method the step of this object, which has a plan of its own
+        and is kept in the object.
+
+        Raises:
+            InputError: the object cannot keep it, as it has slots alone.
+        """
+        if instance is None or not self._is_method or self._bound is None:
+            return self
+        try:
+            kept = vars(instance).setdefault("_aliquot_steps", {})
+        except TypeError:
+            raise InputError(
+                f"{self.__name__} is a method of {type(instance).__name__}, whose objects have"
+                " __slots__ and cannot keep a step of their own. Leave out the decorator and call"
+                f" aliquot.parallelize(an_object.{self.__name__}), or decorate a function."
+            ) from None
+        # A copy of an object has the steps of the object that it was made from, too.
+        key = self, id(instance)
+        if key not in kept:
+            kept[key] = self._bound(self._fn.__get__(instance, owner))
+        step: Step = kept[key]
+        return step
 
     def __deepcopy__(self, memo: Any) -> Step:
         """The step itself, as for functions: it holds no state of the training."""

@@ -2,6 +2,7 @@
 of gradients.
 """
 
+import copy
 import re
 
 import jax
@@ -13,8 +14,9 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from runtime.planned import build, parallel
 
+import aliquot as aq
 from aliquot import zoo
-from aliquot.core import PlanMismatchError
+from aliquot.core import InputError, PlanMismatchError
 from aliquot.graph import capture
 from aliquot.planners import DataParallel, ShardParallel, Zero2Parallel, Zero3Parallel
 
@@ -345,3 +347,56 @@ def test_changes_of_split_gather_nothing_on_the_way(capfd):
     sides[0]["all-reduce", ("x", "y")] -= 4 * 8 * 32
     assert sides[1] == pytest.approx(sides[0], rel=0.02)
     assert "rematerialization" not in capfd.readouterr().err
+
+
+class Trainer:
+    """A class with a training step of its own, and one that was written elsewhere."""
+
+    elsewhere = aq.parallelize(train_mlp, method=DataParallel())
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    @aq.parallelize(method=DataParallel())
+    def step(self, params, batch):
+        return train_mlp(params, batch, rate=self.rate)
+
+
+class Hurried(Trainer):
+    @aq.parallelize(method=Zero3Parallel())
+    def step(self, params, batch):
+        return train_mlp(params, batch, rate=2 * self.rate)
+
+    def slower(self, params, batch):
+        return super().step(params, batch)
+
+
+def test_decorated_methods_are_planned_for_each_object():
+    def moved_by(step):
+        after, _ = step(mlp_params(), mlp_batch())
+        return float(jnp.abs(after[0]["w"] - mlp_params()[0]["w"]).sum())
+
+    once = moved_by(lambda params, batch: train_mlp(params, batch, rate=0.1))
+    trainer = Trainer(0.1)
+    assert moved_by(trainer.step) == pytest.approx(once, rel=1e-4)
+    assert moved_by(trainer.elsewhere) == pytest.approx(once, rel=1e-4)
+    for other, times in ((copy.copy(trainer), 5), (copy.deepcopy(trainer), 7), (Trainer(0.1), 3)):
+        other.rate = 0.1 * times
+        assert moved_by(other.step) == pytest.approx(once * times, rel=1e-4)
+        assert other.step is other.step is not trainer.step
+    hurried = Hurried(0.1)
+    assert moved_by(hurried.step) == pytest.approx(once * 2, rel=1e-4)
+    assert moved_by(hurried.slower) == pytest.approx(once, rel=1e-4)
+    assert hurried.step is hurried.step and hurried.step.plan.method == "zero3"
+
+
+def test_an_object_that_cannot_keep_a_step_says_so():
+    class Slotted:
+        __slots__ = ()
+
+        @aq.parallelize(method=DataParallel())
+        def step(self, params, batch):
+            return train_mlp(params, batch)
+
+    with pytest.raises(InputError, match=r"__slots__ .*aliquot\.parallelize\(an_object\.step\)"):
+        _ = Slotted().step
