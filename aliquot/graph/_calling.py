@@ -92,13 +92,25 @@ class FlatCall:
         """
         order = {name: k for k, name in enumerate(names)}
 
-        def only_in(one: FlatCall, another: FlatCall) -> list[str]:
+        def only_in(one: FlatCall, another: FlatCall) -> list[tuple[str, ...]]:
             parts = sorted(one.parts, key=lambda p: order.get(p[0], len(order)))
             known = set(another.parts)
-            return ["".join(p) for p in parts if p not in known]
+            return [p for p in parts if p not in known]
 
-        lines = [f"{path} is missing" for path in only_in(self, other)]
-        lines += [f"{path} is new" for path in only_in(other, self)]
+        missing, new = only_in(self, other), only_in(other, self)
+        lines = []
+        for parts in missing:
+            within = [each for each in new if each[: len(parts)] == parts]
+            new = [each for each in new if each[: len(parts)] != parts]
+            path = "".join(parts)
+            if within:
+                lines.append(
+                    f"{path} was one array and now holds {len(within):,} arrays or numbers:"
+                    " numpy.asarray makes one array of a list"
+                )
+            else:
+                lines.append(f"{path} is missing")
+        lines += [f"{''.join(parts)} is new" for parts in new]
         mine = {}
         for path, (_, value) in zip(self.static_paths, self.statics, strict=True):
             mine[path] = value

@@ -85,7 +85,7 @@ class Arguments:
         positions = range(len(leaves)) if positions is None else positions
         self.check_alive(leaves, positions)
         wrong = []
-        misspelt = ""
+        advice = ""
         for position in positions:
             path, leaf = self._graph.inputs[position].path, leaves[position]
             shape, dtype = self.types[position]
@@ -93,12 +93,18 @@ class Arguments:
             if leaf.dtype != dtype and canonical(leaf.dtype) != dtype:
                 wrong.append(f"{path} is {leaf.dtype}, planned {dtype}")
                 if path in numbers and jnp.issubdtype(dtype, jnp.floating):
-                    misspelt = f"Write {path} as {np.asarray(leaf, dtype)}: it is a whole number."
+                    advice = f"Write {path} as {np.asarray(leaf, dtype)}: it is a whole number."
+                elif jnp.issubdtype(dtype, jax.dtypes.prng_key):
+                    advice = (
+                        f"Pass a typed key as {path}: jax.random.key(seed), or"
+                        " jax.random.wrap_key_data(key) of one that jax.random.PRNGKey made."
+                    )
             if tuple(leaf.shape) != shape and not _may_be_part(leaf, shape):
                 wrong.append(f"{path} is {tuple(leaf.shape)}, planned {shape}")
         if wrong:
             misplaced = self._misplaced(self._graph.calling.call.parts, leaves)
-            self._refuse(misplaced or wrong, misspelt if len(wrong) == 1 else "")
+            paths = {line.partition(" is ")[0] for line in wrong}
+            self._refuse(misplaced or wrong, advice if len(paths) == 1 else "")
 
     def _misplaced(self, paths: Sequence[tuple[str, ...]], leaves: Sequence[Any]) -> list[str]:
         """One sentence for each place of a call where the step takes another argument."""

@@ -233,6 +233,21 @@ def test_a_number_that_changes_is_an_argument_like_any_other():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+def test_lists_in_place_of_an_array_and_keys_without_type(mlp_step):
+    lists = mlp_batch() | {"x": mlp_batch()["x"].tolist()}
+    with pytest.raises(PlanMismatchError, match=r": batch\.x was one array and now holds 192 "):
+        mlp_step(mlp_params(), lists)
+
+    def noisy(params, batch, key):
+        noise = jax.random.normal(key, batch["x"].shape)
+        return train_mlp(params, batch | {"x": batch["x"] + noise})
+
+    step = parallel(noisy, mlp_params(), mlp_batch(), jax.random.key(0), method=DataParallel())
+    for key in (0, jax.random.PRNGKey(0)):
+        with pytest.raises(PlanMismatchError, match=r"(?s)planned key.*as key: jax\.random\.key"):
+            step(mlp_params(), mlp_batch(), key)
+
+
 def test_a_whole_number_in_place_of_a_float():
     step = parallel(train_mlp, mlp_params(), mlp_batch(), rate=0.5, method=DataParallel())
     with pytest.raises(PlanMismatchError, match=r"(?s)rate is int32, planned.*Write rate as 1\.0"):
