@@ -397,14 +397,17 @@ def facts_of(reading: Reading, *, of_better: bool = False) -> list[tuple[str, st
     if settings.recompute == found.nothing_recomputed == "fused":
         kernels = f"{found.framework}'s kernels keep the inputs and results of products"
         recompute = f"none: {kernels} (fused)"
-    batch = f"{settings.global_batch} sequences of {config.seq_len} tokens"
+    # What does not divide has no batch where the files leave it open.
+    batch = (
+        f"{settings.global_batch} sequences" if settings.global_batch else "left open: sequences"
+    )
+    batch += f" of {config.seq_len} tokens"
+    if settings.micro_batch:
+        batch += f", {counted(count, 'micro-batch')} of {settings.micro_batch} on each data rank"
     rows = [
         ("model", f"{config.name} ({config.family}, {config.num_layers} layers)"),
         ("layout", settings.name),
-        (
-            "batch",
-            f"{batch}, {counted(count, 'micro-batch')} of {settings.micro_batch} on each data rank",
-        ),
+        ("batch", batch),
         ("recomputation", recompute),
         ("precision", settings.dtype or "bf16"),
     ]

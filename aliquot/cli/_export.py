@@ -74,5 +74,6 @@ def _predicted(plan: Plan, written: Written, out: Path | None) -> str:
     if written.framework == "flax":
         return f"{said}."
     model = f" --model {plan.model.name}" if plan.model.kind == "zoo" else ""
-    cluster = plan.cluster.get("name")
-    return f"{said}: aliquot read {out or 'FILE'}{model} --cluster {cluster} predicts them."
+    options = [f" --{name.replace('_', '-')} {value}" for name, value in written.left_open.items()]
+    asked = f"{out or 'FILE'}{model} --cluster {plan.cluster.get('name')}{''.join(options)}"
+    return f"{said}: aliquot read {asked} predicts them."

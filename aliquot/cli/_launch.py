@@ -26,11 +26,13 @@ def launch(
     with session() as say:
         from ..launching import launch as launch_processes
 
-        launch_processes(
-            command,
-            engine,
-            max_restarts=how.max_restarts or 0,
-            **how.hosts,
-            logs=logs,
-            note=lambda text: say.note(f"aliquot launch: {text}"),
-        )
+        # The processes say themselves what they do.
+        with say.voice.quiet():
+            launch_processes(
+                command,
+                engine,
+                max_restarts=how.max_restarts or 0,
+                **how.hosts,
+                logs=logs,
+                note=lambda text: say.note(f"aliquot launch: {text}"),
+            )

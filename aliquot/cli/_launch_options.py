@@ -147,18 +147,20 @@ def launch_again(
 
     restarts = 0 if run is None else 3
     assert how.launch is not None
-    launch(
-        ["python", "-m", "aliquot", *sys.argv[1:]],
-        how.launch,
-        max_restarts=restarts if how.max_restarts is None else how.max_restarts,
-        **how.hosts,
-        logs=None if run is None else run / "logs",
-        # All processes stop at one step then.
-        interrupt=signal.SIGTERM,
-        kept=kept,
-        note=lambda text: say.note(f"aliquot launch: {text}"),
-        show=show,
-    )
+    # The processes say themselves what they do.
+    with say.voice.quiet():
+        launch(
+            ["python", "-m", "aliquot", *sys.argv[1:]],
+            how.launch,
+            max_restarts=restarts if how.max_restarts is None else how.max_restarts,
+            **how.hosts,
+            logs=None if run is None else run / "logs",
+            # All processes stop at one step then.
+            interrupt=signal.SIGTERM,
+            kept=kept,
+            note=lambda text: say.note(f"aliquot launch: {text}"),
+            show=show,
+        )
 
 
 def measured_by_others(how: LaunchOptions, devices: int | None, say: Session) -> bool:

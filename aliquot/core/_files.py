@@ -90,8 +90,9 @@ def open_atomic(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             " it first."
         )
     try:
-        if target.exists() and not target.is_file():
-            with open(target, "wb") as stream:
+        # By the name that was given: that of a pipe behind `/dev/stdout` is no path.
+        if os.path.exists(path) and not os.path.isfile(path):
+            with open(path, "wb") as stream:
                 yield stream
         else:
             with _replacing(target) as stream:

@@ -1,6 +1,7 @@
 """`aliquot read` and `aliquot export`."""
 
 import json
+import re
 
 import pytest
 from command_line import TINY, refused, run
@@ -132,6 +133,18 @@ def test_a_batch_that_does_not_divide_is_no_plan_but_an_answer(titan):
     assert "a batch of 60 is not a multiple of micro-batch 8 x 1 data ranks" in found.stdout
 
 
+def test_degrees_that_do_not_divide_are_told_without_a_batch(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "a.yaml").write_text(
+        "distributed_type: FSDP\nparallelism_config:\n  parallelism_config_tp_size: 4\n"
+        "  parallelism_config_dp_shard_size: 2\n"
+    )
+    found = run("read", tmp_path / "a.yaml", tmp_path / "config.json", "--cluster", "16xtrn1")
+    assert found.exit_code == 1
+    assert "= 8; 16 need dp4" in found.stdout
+    assert "None" not in found.stdout
+
+
 def test_settings_that_need_far_more_memory_do_not_fit(titan):
     found = run("read", titan, "--cluster", "8xH100", "--memory-limit", "10MiB", "--json")
     assert (found.exit_code, json.loads(found.stdout)["fits"]) == (1, "no")
@@ -165,6 +178,16 @@ def test_export_writes_arguments(plan, tmp_path):
     asked = f"aliquot read {out} --model gpt-125m --cluster 8xH100 predicts them."
     assert ("all of which these settings say." in found.stderr) != (asked in found.stderr)
     assert " a step and " in found.stderr
+
+
+def test_export_says_how_to_read_what_the_file_leaves_to_the_script(plan, tmp_path):
+    out = tmp_path / "plan.yaml"
+    found = run("export", plan, "--to", "accelerate", "--out", out, "--allow-loss")
+    assert found.exit_code == 0, found.output
+    asked = re.search(r"aliquot (read .*) predicts them", found.stderr)[1].split()
+    assert asked[-6::2] == ["--global-batch", "--micro-batch", "--seq-len"]
+    read = run(*asked, "--json")
+    assert read.exit_code == 0, read.output
 
 
 def test_export_refuses_to_lose_anything_unless_it_may(plan):

@@ -66,3 +66,14 @@ def test_follows_a_link_and_keeps_it(tmp_path):
 def test_devices_are_written_to_directly():
     write_atomic("/dev/null", "x")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_a_pipe_without_a_path_of_its_own_is_written():
+    # As `/dev/stdout` is before `| less`, and what a shell gives for `>(less)`.
+    reader, writer = os.pipe()
+    try:
+        write_atomic(f"/dev/fd/{writer}", "text")
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+        os.close(writer)

@@ -236,3 +236,11 @@ def test_initialize_needs_no_arguments():
     )
     assert done.num_processes == 2
     assert sorted(line for _, is_error, line in lines if not is_error) == ["0 2 4", "1 2 4"]
+
+
+def test_the_launcher_says_nothing_of_its_own_while_processes_run(monkeypatch):
+    monkeypatch.setattr("aliquot.cli._voice.FIRST_S", 0.1)
+    monkeypatch.setattr("aliquot.cli._voice._TICK_S", 0.05)
+    done = run("launch", "local:1", "--", "python", "-c", "import time; time.sleep(1); print('x')")
+    assert done.exit_code == 0
+    assert "loading libraries" not in done.stderr

@@ -413,6 +413,11 @@ def test_options_that_do_not_go_with_a_layout():
             r"(?s)embed.embedding: 510 rows .*tp:2, or 510 padded to 512",
         ),
         (
+            aq.TensorParallel(degree=8),
+            {"vocab_size": 510, "num_heads": 4},
+            r"(?s)embed.embedding: 510 rows .*in 4 parts .*such as tp:2\.$",
+        ),
+        (
             aq.Megatron(data=4, expert=2),
             {},
             "weights that come once for each expert, and .* has none",

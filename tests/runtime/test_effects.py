@@ -99,6 +99,19 @@ def test_results_of_callbacks_are_the_plain_steps(capfd):
     assert "rematerialization" not in capfd.readouterr().err
 
 
+def test_stages_hand_on_results_of_callbacks():
+    def step(params, batch):
+        def loss(params):
+            rows = jax.pure_callback(lambda rows: np.asarray(rows) / 2, batch, batch)
+            return jnp.mean((jnp.tanh(rows @ params["up"]) @ params["down"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    method = aq.PipeshardParallel(num_stages=2, num_micro_batches=2, layers="operators")
+    assert_same_effects(step, method=method)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_callbacks_that_write_happen_once(count):
     def write(value):

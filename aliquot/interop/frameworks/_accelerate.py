@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ._settings import Settings
@@ -167,19 +169,40 @@ def read_deepspeed(words: Words) -> Settings:
     )
 
 
-def _refused(settings: Settings, who: str, lose: Callable[[str], None]) -> None:
-    """What neither can be told."""
+def sayable(settings: Settings, who: str, lose: Callable[[str], None]) -> Settings:
+    """The settings on the same devices without what neither can be told."""
     if settings.pipeline > 1:
-        lose(f"pp{settings.pipeline}: {who}'s file has no pipeline: its stages are left out")
+        data = (settings.data or 1) * settings.pipeline
+        lose(
+            f"pp{settings.pipeline}: {who}'s file has no pipeline: the devices of its stages are"
+            f" {data} data ranks"
+        )
+        settings = replace(_divided(settings, data, lose), pipeline=1, chunks=1)
     if settings.expert > 1:
         lose(f"ep{settings.expert}: {who}'s file has no expert parallelism")
     if settings.sequence:
         lose(f"sp: {who} has no sequence parallelism over tensor ranks")
+    return settings
+
+
+def _divided(settings: Settings, data: int, lose: Callable[[str], None]) -> Settings:
+    """With the batch over this many data ranks, in micro-batches of no more rows than before."""
+    batch = settings.global_batch or data
+    rows = math.gcd(batch // data, settings.micro_batch or 1) or 1
+    count = max(1, batch // (data * rows))
+    if data * rows * count != batch:
+        lose(f"a batch of {batch}: {data} data ranks do not divide it, {data * rows * count} do")
+    return replace(
+        settings,
+        data=data,
+        micro_batch=rows,
+        num_micro_batches=count,
+        global_batch=data * rows * count,
+    )
 
 
 def write_accelerate(settings: Settings, lose: Callable[[str], None]) -> list[tuple[str, Any]]:
-    """The layout as pairs of a word and a value."""
-    _refused(settings, "accelerate", lose)
+    """The layout as pairs of a word and a value; `sayable` settings."""
     data = settings.data or 1
     pairs: list[tuple[str, Any]] = []
     name, _, every = settings.recompute.partition(":")
@@ -223,8 +246,7 @@ def write_accelerate(settings: Settings, lose: Callable[[str], None]) -> list[tu
 
 
 def write_deepspeed(settings: Settings, lose: Callable[[str], None]) -> list[tuple[str, Any]]:
-    """The layout as pairs of a word and a value."""
-    _refused(settings, "DeepSpeed", lose)
+    """The layout as pairs of a word and a value; `sayable` settings."""
     pairs: list[tuple[str, Any]] = [("zero_stage", settings.zero_stage)]
     if settings.shard_within:
         lose(

@@ -191,6 +191,7 @@ class Written:
         splits: where rules say the splits, the axes of the framework over which they split each
             dim of each parameter, by the plan's path. The storage of an array may be split along
             another dim than in the plan; `aliquot.ManualParallel` plans with these.
+        left_open: what the file leaves to the script, by the names of `aliquot.read`.
     """
 
     framework: str
@@ -200,6 +201,7 @@ class Written:
     pairs: tuple[tuple[str, Any], ...] = ()
     lost: tuple[str, ...] = ()
     splits: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    left_open: Mapping[str, Any] = field(default_factory=dict)
 
 
 def even_layers(num_layers: int, chunks: int) -> tuple[int, ...]:

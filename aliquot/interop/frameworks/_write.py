@@ -253,6 +253,7 @@ def write_settings(
         if not table.kernels_fuse:
             lose(f"recompute {settings.recompute}: written as none, which keeps more there")
         settings = replace(settings, recompute="none")
+    left_open: tuple[str, ...] = ()
     if name in ("megatron", "bridge"):
         pairs = _megatron.write(settings, model, lose, bridge=name == "bridge")
     elif name == "torchtitan":
@@ -260,9 +261,13 @@ def write_settings(
     elif name == "maxtext":
         pairs = _maxtext.write(settings, lose, axes or {}, model.get("num_layers"))
     elif name == "accelerate":
+        settings = _accelerate.sayable(settings, "accelerate", lose)
         pairs = _accelerate.write_accelerate(settings, lose)
+        left_open = ("global_batch", "micro_batch", "seq_len")
     else:
+        settings = _accelerate.sayable(settings, "DeepSpeed", lose)
         pairs = _accelerate.write_deepspeed(settings, lose)
+        left_open = ("seq_len", "recompute")
     if name in ("megatron", "bridge") and settings.seq_len:
         pairs.append(("seq_len", settings.seq_len))
     named: list[tuple[str, Any]] = []
@@ -280,6 +285,7 @@ def write_settings(
         file_name=file_name,
         pairs=tuple(named),
         lost=tuple(dict.fromkeys(lost)),
+        left_open={each: value for each in left_open if (value := getattr(settings, each))},
     )
 
 

@@ -201,7 +201,7 @@ def _of_row(spec: Spec) -> Spec:
 
 # JAX runs these on the first device alone. The compiler warns the user where their operands are
 # split ("involuntary full rematerialization"), and does the same without a word where they are
-# whole.
+# whole. A program whose results come from there would leave them on that device.
 _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 
 
@@ -332,6 +332,8 @@ class _Constrain(ReplayHook):
         return bind(op.eqn, arrays) if result is None else result
 
     def results(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
+        if op.name in _CALLBACKS:
+            arrays = [self._pin(i, a, ()) for i, a in zip(op.outputs, arrays, strict=True)]
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
         if pin is None:
             return arrays

@@ -284,12 +284,14 @@ class MegatronSplit(AbstractRule):
                 if degrees
                 else ["method fsdp or auto"]
             )
-            advice += [
-                f"{fine.size} padded to {-(-fine.size // self.tensor) * self.tensor}, as is usual"
-                " for vocabularies"
-                for fine in too_fine[:1]
-                if fine.parts == fine.size
-            ]
+            sizes = {fine.size for fine in too_fine}
+            # Where widths or heads do not divide either, a larger vocabulary changes nothing.
+            if len(sizes) == 1 and all(fine.parts == fine.size for fine in too_fine):
+                size = sizes.pop()
+                advice.append(
+                    f"{size} padded to {-(-size // self.tensor) * self.tensor}, as is usual for"
+                    " vocabularies"
+                )
         if any(count % self.expert for count in counts):
             common = math.gcd(*counts)
             fitting = [str(n) for n in divisors(common)[1:]]
