@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -248,6 +249,7 @@ class Verb(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the options; one of another tool ends the process with what to type here."""
         refuse_other_names(ctx, args)
+        _refuse_without_dashes(ctx, args)
         if "--options" not in _own_names(ctx):
             return super().parse_args(ctx, list(_config_as_model(ctx, args)))
         own = _own_names(ctx)
@@ -289,6 +291,29 @@ def refuse_other_names(ctx: typer.Context, args: Sequence[str]) -> None:
             for instead, names in typed.items()
         ]
         ctx.fail("\n  ".join(faults))
+
+
+def _refuse_without_dashes(ctx: typer.Context, args: Sequence[str]) -> None:
+    """End the process if a command that a verb starts has options, and `--` does not say where it
+    begins.
+    """
+    own = _own_names(ctx)
+    if "command" not in own or "--" in args:
+        return
+    # Places of words that are neither options of the verb nor their values.
+    place, words = 0, list[int]()
+    while place < len(args) and len(words) < 2:
+        if args[place].startswith("-"):
+            place += 1 if "=" in args[place] else 2
+        else:
+            words.append(place)
+            place += 1
+    if len(words) < 2:
+        return
+    before, command = args[: words[1]], args[words[1] :]
+    if any(a.startswith("-") and a.partition("=")[0] not in own for a in command):
+        typed = f"{ctx.command_path} {shlex.join(before)} -- {shlex.join(command)}"
+        ctx.fail(f"Put -- before the command, which has options of its own. Type: {typed}")
 
 
 def _instead(typed: str, own: set[str]) -> str:

@@ -192,6 +192,14 @@ def test_bad_options_are_refused(options, messages):
     refused(run("launch", *options, "--", "true"), *messages)
 
 
+def test_options_of_a_command_need_dashes_before_it():
+    found = run("launch", "--max-restarts", 2, "local:2", "python", "my script.py", "--steps=3")
+    refused(found, "--max-restarts 2 local:2 -- python 'my script.py' --steps=3")
+    # A word of the command that is an option of nobody, and the verb's own help.
+    refused(run("launch", "local:1", "python", "-c", "print(1)"), "-- python -c 'print(1)'")
+    assert run("launch", "local:1", "--help").exit_code == 0
+
+
 def test_a_command_is_a_list_of_words():
     for command in ("python x.py", []):
         with pytest.raises(aq.InputError, match="must be a list of words"):
