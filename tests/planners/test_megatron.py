@@ -241,7 +241,11 @@ def test_hybrid_fsdp_refuses_groups_of_one_device_and_options_of_pipelines():
 
 
 @pytest.mark.parametrize(
-    ("name", "micro_batches"), [("megatron:dp2,tp2,pp2", 4), ("megatron:tp4,pp2,zero1", 2)]
+    ("name", "micro_batches"),
+    [
+        ("megatron:dp2,tp2,pp2", 4),
+        pytest.param("megatron:tp4,pp2,zero1", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_pipeline_of_equal_stages(name, micro_batches):
     plan = planned(name, micro_batches=micro_batches)
