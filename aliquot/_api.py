@@ -162,17 +162,16 @@ def parallelize(
     """
     check_kinds(cluster=cluster, method=method, plan=plan)
     refuse_arguments("parallelize", _plan, options)
-    decorate = functools.partial(
-        parallelize,
-        plan=plan,
-        method=method,
-        cluster=cluster,
-        devices=devices,
-        on_missing_rule=on_missing_rule,
-        **options,
-    )
     if step is None:
-        return decorate
+        return functools.partial(
+            parallelize,
+            plan=plan,
+            method=method,
+            cluster=cluster,
+            devices=devices,
+            on_missing_rule=on_missing_rule,
+            **options,
+        )
     from .runtime import Step
 
     if not callable(step):
@@ -180,11 +179,13 @@ def parallelize(
     if plan is not None and (method is not None or options):
         raise InputError("parallelize takes a plan, or a method to plan with, not both.")
 
-    def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
+    def prepare(
+        fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PlannedStep:
         if plan is not None:
-            return apply_plan(plan, captured(plan, step, args, kwargs), on_missing_rule)
+            return apply_plan(plan, captured(plan, fn, args, kwargs), on_missing_rule)
         started = time.perf_counter()
-        graph = capture(step, *args, **kwargs)
+        graph = capture(fn, *args, **kwargs)
         chosen = plan_variants(
             (Variant.of_graph(graph, time.perf_counter() - started),),
             cluster=cluster or Cluster.detect(devices),
@@ -195,7 +196,7 @@ def parallelize(
         return apply_plan(chosen, graph, on_missing_rule)
 
     traced = None if plan is None else planned_for(plan, step)
-    return Step(step, prepare, plan=plan, devices=devices, traced=traced, bound=decorate)
+    return Step(step, prepare, plan=plan, devices=devices, traced=traced)
 
 
 def constrain(

@@ -48,27 +48,25 @@ class Step:
     def __init__(
         self,
         fn: Callable[..., Any],
-        prepare: Callable[[tuple[Any, ...], dict[str, Any]], PlannedStep] | None = None,
+        prepare: Callable[..., PlannedStep] | None = None,
         *,
         plan: Plan | None = None,
         devices: Sequence[Any] | None = None,
         runner: AbstractRunner | None = None,
         traced: Graph | None = None,
-        bound: Callable[[Callable[..., Any]], Step] | None = None,
     ) -> None:
         """
         Args:
             fn: the user's step.
-            prepare: traces and plans the step, given the arguments of its first call. It may be
-                left out if there is a `runner`.
+            prepare: traces and plans a step, given it and the arguments of its first call. It may
+                be left out if there is a `runner`.
             plan: the plan, if there is one before the first call.
             devices: the devices of the plan in order; by default `jax.devices()`.
             runner: runs a step that is compiled already; `prepare` is then not called.
             traced: the step as the plan was made for it, if that is known before the first call.
-            bound: makes the same of `fn` as a method of an object.
         """
         self._fn, self._trace_and_plan, self._plan, self._devices = fn, prepare, plan, devices
-        self._traced, self._bound, self._is_method = traced, bound, False
+        self._traced, self._given_plan, self._is_method = traced, plan, False
         self._runner: AbstractRunner | None = None
         self._arguments: Arguments | None = None
         # Two threads may make the first call at once; only one of them traces and plans the step.
@@ -90,7 +88,7 @@ class Step:
         Raises:
             InputError: the object cannot keep it, as it has slots alone.
         """
-        if instance is None or not self._is_method or self._bound is None:
+        if instance is None or not self._is_method:
             return self
         try:
             kept = vars(instance).setdefault("_aliquot_steps", {})
@@ -103,7 +101,12 @@ class Step:
         # A copy of an object has the steps of the object that it was made from, too.
         key = self, id(instance)
         if key not in kept:
-            kept[key] = self._bound(self._fn.__get__(instance, owner))
+            kept[key] = Step(
+                self._fn.__get__(instance, owner),
+                self._trace_and_plan,
+                plan=self._given_plan,
+                devices=self._devices,
+            )
         step: Step = kept[key]
         return step
 
@@ -315,7 +318,7 @@ class Step:
                 # Another thread may have prepared it in the meantime.
                 if self._runner is None:
                     assert self._trace_and_plan is not None
-                    planned = self._trace_and_plan(args, kwargs)
+                    planned = self._trace_and_plan(self._fn, args, kwargs)
                     self._plan = planned.plan
                     kind = PipelineRunner if planned.plan.is_pipeline else ProgramRunner
                     with plain_context():
