@@ -52,6 +52,18 @@ def build(recompute=False, batch=8192):
 WAYS = [{"recompute": False}, {"recompute": True}]
 
 
+def record_problems(monkeypatch):
+    """A list that gets the number of micro-batches of each problem from now on."""
+    made = []
+
+    def recorded(graph, cluster, **options):
+        made.append(options["num_micro_batches"])
+        return make_problem(graph, cluster, **options)
+
+    monkeypatch.setattr(_base, "make_problem", recorded)
+    return made
+
+
 @pytest.fixture(scope="module")
 def alone():
     """The memory and time of each way, planned by itself."""
@@ -162,13 +174,7 @@ def test_where_no_way_fits_whole_the_middle_one_tells_of_those_that_keep_more(mo
 
 def test_the_whole_batch_tells_which_micro_batches_are_too_large(monkeypatch):
     """Its problem bounds the compute and the memory of others, which then need none."""
-    made = []
-
-    def counted(graph, cluster, **options):
-        made.append(options["num_micro_batches"])
-        return make_problem(graph, cluster, **options)
-
-    monkeypatch.setattr(_base, "make_problem", counted)
+    made = record_problems(monkeypatch)
     asked = {"num_micro_batches": 1, "method": aq.Zero3Parallel(), "cluster": CLUSTER}
     needs = [
         aq.plan(*build(), **asked | {"num_micro_batches": n}).prediction.peak_memory_bytes
@@ -184,16 +190,10 @@ def test_the_whole_batch_tells_which_micro_batches_are_too_large(monkeypatch):
 
 
 def test_the_finest_micro_batches_are_not_looked_at_where_the_next_are_likely_to_fit(monkeypatch):
-    made = []
-
-    def counted(graph, cluster, **options):
-        made.append(options["num_micro_batches"])
-        return make_problem(graph, cluster, **options)
-
     step, *args = build()
     asked = {"num_micro_batches": 2, "method": aq.Zero3Parallel(), "cluster": CLUSTER}
     limit_bytes = aq.plan(step, *args, **asked).prediction.peak_memory_bytes * 0.9
-    monkeypatch.setattr(_base, "make_problem", counted)
+    made = record_problems(monkeypatch)
     (variant,) = _variants.Variant(step=step, args=tuple(args)).ways_to_recompute("none")
     found = simple_plan(variant.task(CLUSTER, memory_limit_bytes=limit_bytes))
     assert found.num_micro_batches == 4 and made == [1, 2, 4]

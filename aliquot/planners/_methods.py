@@ -325,8 +325,9 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
         if best is not None:
             return best
         finest = counts[-1]
-        if count in too_large and _may_fit(too_large[count], count, counts[k + 1 :][:1]):
-            continue
+        if count in too_large and count != finest:
+            if _may_fit(too_large[count], count, counts[k + 1]):
+                continue
         if len(made) == 2 and fewest == 1 and count != finest:
             # Nothing fits where the finest micro-batches do not, with what keeps least.
             if not task.decomposes(finest):
@@ -338,13 +339,13 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
     return None
 
 
-def _may_fit(refusal: InfeasibleError, count: int, following: Sequence[int]) -> bool:
+def _may_fit(refusal: InfeasibleError, count: int, following: int) -> bool:
     """True if what was refused with `count` micro-batches probably fits with the number that
-    follows it, if one does: activations shrink with micro-batches, all else stays as large.
+    follows it: activations shrink with micro-batches, all else stays as large.
     """
-    if not following or refusal.required_bytes is None or refusal.available_bytes is None:
+    if refusal.required_bytes is None or refusal.available_bytes is None:
         return False
-    less_bytes = refusal.parts.get("activations", 0.0) * (1 - count / following[0])
+    less_bytes = refusal.parts.get("activations", 0.0) * (1 - count / following)
     return refusal.required_bytes - less_bytes <= refusal.available_bytes
 
 

@@ -84,14 +84,14 @@ class Arguments:
     ) -> None:
         positions = range(len(leaves)) if positions is None else positions
         self.check_alive(leaves, positions)
-        wrong = []
-        advice = ""
+        wrong, paths, advice = [], set(), ""
         for position in positions:
             path, leaf = self._graph.inputs[position].path, leaves[position]
             shape, dtype = self.types[position]
             # JAX converts 64-bit NumPy arrays to 32 bits, unless its 64-bit types are enabled.
             if leaf.dtype != dtype and canonical(leaf.dtype) != dtype:
                 wrong.append(f"{path} is {leaf.dtype}, planned {dtype}")
+                paths.add(path)
                 if path in numbers and jnp.issubdtype(dtype, jnp.floating):
                     advice = f"Write {path} as {np.asarray(leaf, dtype)}: it is a whole number."
                 elif jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -101,9 +101,9 @@ class Arguments:
                     )
             if tuple(leaf.shape) != shape and not _may_be_part(leaf, shape):
                 wrong.append(f"{path} is {tuple(leaf.shape)}, planned {shape}")
+                paths.add(path)
         if wrong:
             misplaced = self._misplaced(self._graph.calling.call.parts, leaves)
-            paths = {line.partition(" is ")[0] for line in wrong}
             self._refuse(misplaced or wrong, advice if len(paths) == 1 else "")
 
     def _misplaced(self, paths: Sequence[tuple[str, ...]], leaves: Sequence[Any]) -> list[str]:

@@ -39,6 +39,7 @@ REPORT = {
 _SHORT = [
     ("program", "other random bits"),
     ("pipeline", "other learning rate"),
+    ("pipeline", "half a batch once"),
     ("program", "stops early"),
 ]
 

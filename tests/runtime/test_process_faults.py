@@ -28,6 +28,7 @@ _SHORT = [
     "kill at meeting, rank 1 of 3, pipeline",
     "interrupt at step, rank 0 of 2, pipeline",
     "plan, rank 1 of 2, program",
+    "version, rank 1 of 2, program",
     "second run at step, rank 0 of 2, program",
 ]
 

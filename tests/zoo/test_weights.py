@@ -187,7 +187,7 @@ def test_training_and_text_begin_with_them_under_any_plan(folder, scan, tmp_path
     text.write_text("to be or not to be, that is the question. " * 50)
     model = (folder / "config.json", "--devices", 8, "--json")
     first = {}
-    for method in ("zero3", "megatron:dp2,tp2,pp2"):
+    for method in (*(("dp",) if scan else ()), "zero3", "megatron:dp2,tp2,pp2"):
         options = ("--data", text, "--steps", 1, "--global-batch", 8, "--dtype", "float32")
         more = ("--init-from", folder, "--method", method, *(["--scan"] if scan else []))
         done = run("train", *model, *options, *more)
